@@ -1,0 +1,137 @@
+#include "base/thread_pool.hpp"
+
+#include <sched.h>
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <new>
+#include <system_error>
+
+#include "base/error.hpp"
+
+namespace embermap {
+namespace {
+
+thread_local bool inside_body = false;  // the thread runs pieces of some loop: a loop begun by one of them stays on this thread
+
+// Raises inside_body, and restores it.
+class InsideBody {
+ public:
+  InsideBody() : before_{inside_body} { inside_body = true; }
+  ~InsideBody() { inside_body = before_; }
+  InsideBody(const InsideBody&) = delete;
+  InsideBody& operator=(const InsideBody&) = delete;
+
+ private:
+  bool before_;
+};
+
+unsigned usable_threads() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return static_cast<unsigned>(std::clamp(CPU_COUNT(&set), 1, 16));
+  return std::clamp(std::thread::hardware_concurrency(), 1U, 16U);
+}
+
+}  // namespace
+
+struct ThreadPool::Loop {
+  std::uint64_t count;
+  std::uint64_t piece;
+  const std::function<void(std::uint64_t, std::uint64_t)>* body;
+  std::atomic<std::uint64_t> next{0};
+  std::atomic<std::uint64_t> running{0};
+  std::mutex mutex;
+  std::condition_variable idle;
+  std::exception_ptr error;
+
+  // The next piece, or count if none is left. Never steps past count, which may be close to 2^64.
+  std::uint64_t take() {
+    std::uint64_t begin = next.load();
+    while (begin < count && !next.compare_exchange_weak(begin, begin + std::min(piece, count - begin))) {
+    }
+    return begin;
+  }
+
+  // Takes pieces until none is left. `running` is raised before a piece is taken, so that whoever sees next >= count and
+  // running == 0 knows that no body runs and none will.
+  void help() {
+    const InsideBody inside;
+    running.fetch_add(1);
+    for (std::uint64_t begin = take(); begin < count; begin = take()) {
+      try {
+        (*body)(begin, begin + std::min(piece, count - begin));
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!error) error = std::current_exception();
+        next.store(count);
+      }
+    }
+    // The last one out wakes the caller. Under the lock: the caller must not look between the subtraction and the wake.
+    const std::lock_guard lock(mutex);
+    if (running.fetch_sub(1) == 1) idle.notify_all();
+  }
+};
+
+ThreadPool::ThreadPool(unsigned threads) : threads_{threads == 0 ? usable_threads() : threads} {
+  if (threads_ > kMaxThreads) throw InvalidArgument(fmt::format("threads = {}: at most {}", threads, kMaxThreads));
+  workers_.reserve(threads_ - 1);
+  try {
+    while (workers_.size() + 1 < threads_) workers_.emplace_back([this] { work(); });
+  } catch (const std::system_error&) {  // a limit on processes or memory: what has started serves
+  } catch (const std::bad_alloc&) {
+  }
+  threads_ = static_cast<unsigned>(workers_.size()) + 1;
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& worker : workers_) worker.join();
+}
+
+void ThreadPool::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [&] { return stop_ || !loops_.empty(); });
+    if (stop_) return;
+    const std::shared_ptr<Loop> loop = loops_.front();
+    lock.unlock();
+    loop->help();
+    lock.lock();
+    std::erase(loops_, loop);  // it has no pieces left
+  }
+}
+
+void ThreadPool::parallel_for(std::uint64_t count, std::uint64_t grain,
+                              const std::function<void(std::uint64_t, std::uint64_t)>& body) {
+  if (count == 0) return;
+  grain = std::max<std::uint64_t>(grain, 1);
+  if (threads_ == 1 || inside_body || count <= grain) return body(0, count);
+  auto loop = std::make_shared<Loop>();
+  loop->count = count;
+  // Four pieces a thread even out unequal speeds; fewer, larger ones keep each thread's memory accesses together.
+  loop->piece = std::max(grain, count / (std::uint64_t{threads_} * 4) + 1);
+  loop->body = &body;
+  {
+    const std::lock_guard lock(mutex_);
+    loops_.push_back(loop);
+  }
+  wake_.notify_all();
+  loop->help();
+  {
+    const std::lock_guard lock(mutex_);
+    std::erase(loops_, loop);  // from here no worker can join in
+  }
+  std::unique_lock lock(loop->mutex);
+  loop->idle.wait(lock, [&] { return loop->running.load() == 0; });
+  if (loop->error) std::rethrow_exception(loop->error);
+}
+
+}  // namespace embermap
