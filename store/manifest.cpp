@@ -1,0 +1,257 @@
+#include "store/manifest.hpp"
+
+#include <fmt/format.h>
+
+#include <limits>
+#include <nlohmann/json.hpp>
+
+#include "base/checked.hpp"
+
+namespace embermap {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr std::uint64_t kMaxManifest = 64ULL << 20;
+constexpr std::string_view kFormatName = "embermap";
+
+bool is_utf8(std::string_view text) {
+  try {
+    (void)Json(std::string(text)).dump();
+    return true;
+  } catch (const Json::exception&) {
+    return false;
+  }
+}
+
+Json optimizer_json(const Optimizer& optimizer) {
+  if (const auto* sgd = std::get_if<Sgd>(&optimizer))
+    return {{"name", "sgd"},
+            {"lr", sgd->lr},
+            {"momentum", sgd->momentum},
+            {"weight_decay", sgd->weight_decay},
+            {"nesterov", sgd->nesterov}};
+  if (const auto* adagrad = std::get_if<Adagrad>(&optimizer))
+    return {{"name", "adagrad"},
+            {"lr", adagrad->lr},
+            {"lr_decay", adagrad->lr_decay},
+            {"weight_decay", adagrad->weight_decay},
+            {"initial_accumulator_value", adagrad->initial_accumulator_value},
+            {"eps", adagrad->eps}};
+  return nullptr;
+}
+
+Json init_json(const Initializer& init) {
+  if (const auto* constant = std::get_if<Constant>(&init)) return {{"name", "constant"}, {"value", constant->value}};
+  if (const auto* uniform = std::get_if<Uniform>(&init))
+    return {{"name", "uniform"}, {"low", uniform->low}, {"high", uniform->high}};
+  if (const auto* normal = std::get_if<Normal>(&init)) return {{"name", "normal"}, {"mean", normal->mean}, {"std", normal->std}};
+  return {{"name", "zeros"}};
+}
+
+// Any bytes may stand in a path, but only UTF-8 in JSON.
+Json path_json(const std::filesystem::path& path) {
+  if (is_utf8(path.native())) return path.native();
+  std::string hex;
+  for (const char c : path.native()) hex += fmt::format("{:02x}", static_cast<unsigned char>(c));
+  return {{"hex", hex}};
+}
+
+// Reads one object, key by key, each with its type; every error names file and key.
+class Reader {
+ public:
+  Reader(const std::filesystem::path& file, const Json& object, std::string where)
+      : file_{file}, object_{object}, where_{std::move(where)} {
+    if (!object.is_object()) fail("is not an object");
+  }
+
+  [[noreturn]] void fail(std::string_view what) const { throw FormatError(file_, fmt::format("{} {}", where_, what)); }
+
+  bool has(const char* key) const { return object_.contains(key) && !object_.at(key).is_null(); }
+
+  const Json& at(const char* key) const {
+    if (!object_.contains(key)) fail(fmt::format("has no '{}'", key));
+    return object_.at(key);
+  }
+  std::uint64_t integer(const char* key) const {
+    const Json& value = at(key);
+    if (!value.is_number_integer() || (!value.is_number_unsigned() && value.get<std::int64_t>() < 0))
+      fail(fmt::format("has a '{}' that is no whole number from 0: {}", key, value.dump()));
+    return value.get<std::uint64_t>();
+  }
+  double number(const char* key) const {
+    const Json& value = at(key);
+    if (!value.is_number()) fail(fmt::format("has a '{}' that is no number: {}", key, value.dump()));
+    return value.get<double>();
+  }
+  bool boolean(const char* key) const {
+    const Json& value = at(key);
+    if (!value.is_boolean()) fail(fmt::format("has a '{}' that is neither true nor false: {}", key, value.dump()));
+    return value.get<bool>();
+  }
+  std::string text(const char* key) const {
+    const Json& value = at(key);
+    if (!value.is_string()) fail(fmt::format("has a '{}' that is no text: {}", key, value.dump()));
+    return value.get<std::string>();
+  }
+  Reader object(const char* key) const { return {file_, at(key), fmt::format("{}, '{}',", where_, key)}; }
+  std::filesystem::path path(const char* key) const {
+    const Json& value = at(key);
+    if (value.is_string()) return value.get<std::string>();
+    const std::string hex = object(key).text("hex");
+    std::string bytes;
+    for (std::size_t i = 0; i + 1 < hex.size(); i += 2) {
+      const auto digit = [&](char c) -> unsigned {
+        if (c >= '0' && c <= '9') return static_cast<unsigned>(c - '0');
+        if (c >= 'a' && c <= 'f') return static_cast<unsigned>(c - 'a') + 10;
+        fail(fmt::format("has a '{}' that is no hexadecimal text", key));
+      };
+      bytes += static_cast<char>(digit(hex[i]) << 4 | digit(hex[i + 1]));
+    }
+    return bytes;
+  }
+
+ private:
+  const std::filesystem::path& file_;
+  const Json& object_;
+  std::string where_;
+};
+
+Optimizer read_optimizer(const Reader& reader) {
+  const std::string name = reader.text("name");
+  if (name == "sgd")
+    return Sgd{.lr = reader.number("lr"),
+               .momentum = reader.number("momentum"),
+               .weight_decay = reader.number("weight_decay"),
+               .nesterov = reader.boolean("nesterov")};
+  if (name == "adagrad")
+    return Adagrad{.lr = reader.number("lr"),
+                   .lr_decay = reader.number("lr_decay"),
+                   .weight_decay = reader.number("weight_decay"),
+                   .initial_accumulator_value = reader.number("initial_accumulator_value"),
+                   .eps = reader.number("eps")};
+  reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name)));
+}
+
+Initializer read_init(const Reader& reader) {
+  const std::string name = reader.text("name");
+  if (name == "zeros") return Zeros{};
+  if (name == "constant") return Constant{reader.number("value")};
+  if (name == "uniform") return Uniform{reader.number("low"), reader.number("high")};
+  if (name == "normal") return Normal{reader.number("mean"), reader.number("std")};
+  reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name)));
+}
+
+TableEntry read_table(const Reader& reader) {
+  TableEntry entry;
+  entry.dim = reader.integer("dim");
+  entry.dtype = parse_dtype(reader.text("dtype"));
+  if (reader.has("optimizer")) entry.optimizer = read_optimizer(reader.object("optimizer"));
+  entry.init = read_init(reader.object("init"));
+  entry.seed = reader.integer("seed");
+  entry.page_bytes = reader.integer("page_bytes");
+  entry.step = reader.integer("step");
+  entry.geometry = {.rows = reader.integer("rows"),
+                    .stride = reader.integer("stride"),
+                    .rows_per_page = reader.integer("rows_per_page"),
+                    .data_offset = reader.integer("data_offset")};
+  if (reader.has("adopted")) {
+    entry.adopted = reader.path("adopted");
+    entry.adopted_writable = reader.boolean("adopted_writable");
+  }
+
+  const Schema schema(entry.dim, entry.dtype, entry.optimizer);
+  check_initializer(entry.init, entry.dtype);
+  const Geometry& g = entry.geometry;
+  const std::string text = "bytes of the table";
+  if (g.stride < schema.record_bytes() || g.stride % schema.alignment() != 0 ||
+      (!schema.structured() && g.stride != schema.record_bytes()))
+    reader.fail(fmt::format("has a stride of {} bytes for records of {}", g.stride, schema.record_bytes()));
+  if (g.rows_per_page == 0 || checked_mul(g.rows_per_page, g.stride, text) > std::max(kMaxPageBytes, g.stride))
+    reader.fail(fmt::format("has pages of {} rows of {} bytes", g.rows_per_page, g.stride));
+  if (!entry.adopted && g.data_offset != kDataOffset) reader.fail(fmt::format("has its data at byte {}", g.data_offset));
+  const std::uint64_t end =
+      checked_add(checked_add(checked_mul(g.rows, g.stride, text), g.data_offset, text), g.page_bytes(), text);
+  if (end > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
+    reader.fail(fmt::format("has {} rows of {} bytes, more than a file can hold", g.rows, g.stride));
+  return entry;
+}
+
+}  // namespace
+
+Manifest Manifest::load(const std::filesystem::path& store) {
+  const std::filesystem::path file = store / kManifestName;
+  std::error_code error;
+  if (!std::filesystem::exists(file, error)) {
+    if (error) throw IoError(error.value(), "stat", file);
+    if (!std::filesystem::exists(store, error)) throw NotFound(fmt::format("no store at {}", printable(store)));
+    throw NotFound(fmt::format("{} is not a store: it has no {}", printable(store), kManifestName));
+  }
+  const std::string text = read_text(file, kMaxManifest);
+  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (json.is_discarded()) throw FormatError(file, text.empty() ? "the manifest is empty" : "the manifest is not valid JSON");
+  const Reader top(file, json, "the manifest");
+  if (!top.has("format") || top.text("format") != kFormatName) top.fail("is not of the format 'embermap'");
+  const std::uint64_t version = top.integer("version");
+  if (version > kFormatVersion)
+    throw FormatError(file,
+                      fmt::format("store format version {} is newer than this embermap reads ({})", version, kFormatVersion));
+  if (version == 0) top.fail("has version 0");
+  Manifest manifest;
+  manifest.commit = top.integer("commit");
+  const Json& tables = top.at("tables");
+  if (!tables.is_object()) top.fail("has 'tables' that are no object");
+  for (const auto& [name, value] : tables.items()) {
+    const Reader reader(file, value, fmt::format("table '{}'", printable(name)));
+    try {
+      check_table_name(name);
+      manifest.tables.emplace(name, read_table(reader));
+    } catch (const FormatError&) {
+      throw;
+    } catch (const Error& problem) {
+      reader.fail(fmt::format("cannot be: {}", problem.what()));
+    }
+  }
+  return manifest;
+}
+
+void Manifest::save(const std::filesystem::path& store, FileOps& ops) const {
+  Json json{{"format", kFormatName}, {"version", kFormatVersion}, {"commit", commit}, {"tables", Json::object()}};
+  for (const auto& [name, entry] : tables) {
+    Json& table = json["tables"][name];
+    table = {{"rows", entry.geometry.rows},
+             {"dim", entry.dim},
+             {"dtype", dtype_name(entry.dtype)},
+             {"optimizer", optimizer_json(entry.optimizer)},
+             {"init", init_json(entry.init)},
+             {"seed", entry.seed},
+             {"step", entry.step},
+             {"page_bytes", entry.page_bytes},
+             {"stride", entry.geometry.stride},
+             {"rows_per_page", entry.geometry.rows_per_page},
+             {"data_offset", entry.geometry.data_offset}};
+    if (entry.adopted) {
+      table["adopted"] = path_json(*entry.adopted);
+      table["adopted_writable"] = entry.adopted_writable;
+    }
+  }
+  replace_file(store / kManifestName, json.dump(2) + "\n", ops);
+}
+
+void check_table_name(std::string_view name) {
+  const auto fail = [&](std::string_view why) {
+    return InvalidArgument(fmt::format("'{}' cannot name a table: {}", printable(name), why));
+  };
+  if (name.empty()) throw fail("it is empty");
+  if (name.size() > 200) throw fail("it is longer than 200 bytes");
+  if (name.front() == '.' || name.front() == '-') throw fail("it begins with '.' or '-'");
+  if (!is_utf8(name)) throw fail("it is not UTF-8");
+  for (const char c : name) {
+    const auto byte = static_cast<unsigned char>(c);
+    const bool plain = (byte >= '0' && byte <= '9') || (byte >= 'a' && byte <= 'z') || (byte >= 'A' && byte <= 'Z');
+    if (!plain && c != '_' && c != '-' && c != '.' && byte < 0x80)
+      throw fail(fmt::format("it has a '{}'; letters, digits, '_', '-', '.' may stand in it", printable(std::string(1, c))));
+  }
+}
+
+}  // namespace embermap

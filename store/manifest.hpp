@@ -1,0 +1,50 @@
+// embermap.json: what tables a store has. Small, human-readable, replaced as a whole.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/dtype.hpp"
+#include "io/file.hpp"
+#include "kernels/optimizer.hpp"
+#include "store/geometry.hpp"
+#include "store/initializer.hpp"
+#include "store/schema.hpp"
+
+namespace embermap {
+
+inline constexpr std::string_view kManifestName = "embermap.json";
+inline constexpr std::uint64_t kFormatVersion = 1;
+
+struct TableEntry {
+  std::uint64_t dim = 0;
+  DType dtype = DType::kFloat32;
+  Optimizer optimizer = {};
+  Initializer init = Zeros{};
+  std::uint64_t seed = 0;
+  std::uint64_t page_bytes = kMinPageBytes;  // the option, not the page's real size
+  Geometry geometry;
+  std::uint64_t step = 0;
+  std::optional<std::filesystem::path> adopted;  // the foreign file, absolute
+  bool adopted_writable = false;
+};
+
+struct Manifest {
+  std::uint64_t commit = 0;
+  std::map<std::string, TableEntry, std::less<>> tables;
+
+  // Throws NotFound (no manifest there), FormatError naming the file and key: not JSON, another format, a newer version, wrong
+  // types, a geometry that cannot be. Nothing in it is trusted.
+  static Manifest load(const std::filesystem::path& store);
+  // Atomic and durable.
+  void save(const std::filesystem::path& store, FileOps& ops) const;
+};
+
+// Throws InvalidArgument naming the rule: see Store::create.
+void check_table_name(std::string_view name);
+
+}  // namespace embermap

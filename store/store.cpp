@@ -1,0 +1,66 @@
+#include "store/store.hpp"
+
+#include <algorithm>
+
+#include "base/error.hpp"
+#include "store/store_impl.hpp"
+
+namespace embermap {
+
+Store Store::open(const std::filesystem::path& path, const StoreOptions& options) { return Store(Impl::open(path, options)); }
+
+const std::filesystem::path& Store::path() const { return impl_->core()->path; }
+bool Store::writable() const { return impl_->core()->writable; }
+std::uint64_t Store::commit_number() const { return impl_->core()->commit.load(); }
+std::uint64_t Store::memory() const { return impl_->core()->memory; }
+int Store::device() const { return impl_->core()->device; }
+
+Table Store::create(std::string_view name, const TableOptions& options) { return impl_->create(name, options); }
+Table Store::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress) {
+  return impl_->import(name, reader, std::move(options), progress);
+}
+Table Store::adopt(std::string_view name, const std::filesystem::path& file, bool writable, std::optional<DType> dtype) {
+  return impl_->adopt(name, file, writable, dtype);
+}
+Table Store::table(std::string_view name) { return impl_->table(name); }
+bool Store::contains(std::string_view name) const { return impl_->contains(name); }
+std::vector<std::string> Store::tables() const { return impl_->names(); }
+void Store::remove(std::string_view name) { impl_->remove(name); }
+std::uint64_t Store::commit() { return impl_->commit(); }
+void Store::close() { impl_->close(); }
+void Store::abandon() noexcept { impl_->abandon(); }
+void Store::forget_after_fork() noexcept { impl_->forget_after_fork(); }
+bool Store::closed() const noexcept { return impl_->core()->closed.load(); }
+
+bool is_store(const std::filesystem::path& path) {
+  std::error_code error;
+  return std::filesystem::is_regular_file(path / kManifestName, error);
+}
+
+namespace {
+
+class TableRows final : public RowReader {
+ public:
+  TableRows(Table table, std::string_view field) : table_{std::move(table)}, field_{table_.schema().field(field)} {
+    rows_ = table_.rows();
+    dim_ = table_.dim();
+    dtype_ = field_.dtype;
+  }
+  std::string description() const override { return "table " + printable(table_.name()) + ", field " + field_.name; }
+  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
+    table_.read(first, count, {out, count * field_.bytes}, field_.name);
+  }
+  std::uint64_t block_rows() const override { return std::max<std::uint64_t>(1, (4U << 20) / field_.bytes); }
+
+ private:
+  Table table_;
+  Field field_;
+};
+
+}  // namespace
+
+std::unique_ptr<RowReader> table_rows(Table table, std::string_view field) {
+  return std::make_unique<TableRows>(std::move(table), field);
+}
+
+}  // namespace embermap

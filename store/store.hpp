@@ -1,0 +1,85 @@
+// A directory of tables with one writer: embermap.json (manifest), NAME.npy and NAME.pages for each table, LOCK.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/size_text.hpp"
+#include "io/rows.hpp"
+#include "store/table.hpp"
+
+namespace embermap {
+
+struct StoreOptions {
+  enum class Mode {
+    kOpenOrCreate,  // read and write; makes the store if the path is free or an empty directory
+    kReadWrite,     // must exist
+    kRead           // no lock; sees the commit that was last when it opened; writes throw ReadOnlyError
+  };
+  Mode mode = Mode::kOpenOrCreate;
+  std::uint64_t memory = 1ULL << 30;  // bytes for hot pages, look-up tables, page bits and checksums of all tables together
+  int device = -1;  // CUDA device whose kernels will use the hot pages; -1: none. Throws CudaError if there is no such device
+  unsigned threads = 0;         // for copies, steps and reads; 0: what the process may use, at most 16
+  bool accept_unclean = false;  // take tables as they are after a session that ended without commit (see CorruptError on open)
+  FileOps* file_ops = nullptr;  // the system calls to use, for tests that inject faults; must outlive the store
+};
+
+// Thread safety: members may be called from several threads. Destroying the last handle without close() loses what was not
+// committed: close() is the way to end a session that went well.
+class Store {
+ public:
+  // Throws NotFound, FormatError (not a store, newer format version, broken manifest), LockedError naming the holder's process,
+  // IoError, CorruptError if the last session ended in the middle of writing pages: tables may then hold a mix of the last commit
+  // and later rows, which accept_unclean = true takes as they are.
+  static Store open(const std::filesystem::path& path, const StoreOptions& options = {});
+
+  const std::filesystem::path& path() const;
+  bool writable() const;
+  std::uint64_t commit_number() const;  // of the last commit; 0: none yet
+  std::uint64_t memory() const;
+  int device() const;
+
+  // Names: letters, digits, '_', '-', '.', and any character beyond ASCII; not beginning with '.' or '-'; at most 200 bytes.
+  // Durable when it returns.
+  Table create(std::string_view name, const TableOptions& options);
+  // Creates the table and fills it from `reader` before anyone can see it (dtype: converted to options.dtype). rows and dim are
+  // taken from the reader. On failure nothing is left.
+  Table import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress = {});
+  // Uses an existing .npy (2-D, C order, native dtype; bfloat16 must be said) where it is; not copied, not changed by this call.
+  // Writes go to that file unless `writable` is false or the file is not writable.
+  Table adopt(std::string_view name, const std::filesystem::path& file, bool writable = true, std::optional<DType> dtype = {});
+
+  Table table(std::string_view name);  // throws NotFound listing the tables
+  bool contains(std::string_view name) const;
+  std::vector<std::string> tables() const;  // sorted
+  void remove(std::string_view name);       // deletes its files (an adopted file stays); durable
+
+  // Writes all dirty pages, syncs, and records the commit. Returns its number; without changes the last one's.
+  std::uint64_t commit();
+  // Commits (if writable) and releases everything: handles throw ClosedError after it. A second call does nothing.
+  void close();
+  // Releases everything without committing: what was not written stays unwritten.
+  void abandon() noexcept;
+  // For a child process after fork(): drops the child's copies of descriptors without touching files or the parent's lock.
+  void forget_after_fork() noexcept;
+  bool closed() const noexcept;
+
+  class Impl;
+
+ private:
+  explicit Store(std::shared_ptr<Impl> impl) : impl_{std::move(impl)} {}
+  std::shared_ptr<Impl> impl_;
+};
+
+// Streams for export: a field of a table as a RowReader (rows as they are when read).
+std::unique_ptr<RowReader> table_rows(Table table, std::string_view field = "weight");
+
+// True if `path` is a directory with a manifest.
+bool is_store(const std::filesystem::path& path);
+
+}  // namespace embermap

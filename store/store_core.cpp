@@ -1,0 +1,113 @@
+#include "store/store_core.hpp"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <string>
+
+#include "base/error.hpp"
+
+namespace embermap {
+namespace {
+constexpr std::string_view kMarkName = "UNCOMMITTED";
+}
+
+std::filesystem::path UncommittedMark::path() const { return store_ / kMarkName; }
+
+bool UncommittedMark::present(const std::filesystem::path& store, std::uint64_t commit) {
+  const std::filesystem::path file = store / kMarkName;
+  std::error_code error;
+  if (!std::filesystem::exists(file, error)) return false;
+  const std::string text = read_text(file, 64);
+  std::uint64_t after = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), after);
+  // An empty mark was made and its writer died before the number was in it; pages come after that, but who knows.
+  return problem != std::errc{} || after >= commit;
+}
+
+void UncommittedMark::set(std::uint64_t commit) {
+  const std::lock_guard lock(mutex_);
+  if (set_) return;
+  replace_file(path(), fmt::format("{}\n", commit), ops_);
+  set_ = true;
+}
+
+void UncommittedMark::clear() {
+  const std::lock_guard lock(mutex_);
+  std::error_code error;
+  if (!set_ && !std::filesystem::exists(path(), error)) return;
+  if (ops_.unlink(path().c_str()) != 0 && errno != ENOENT) throw IoError(errno, "unlink", path());
+  sync_directory(store_, ops_);
+  set_ = false;
+}
+
+void Prefetcher::add(std::function<void()> job) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stop_) return;
+    if (jobs_.size() == kMostJobs) jobs_.pop_front();
+    jobs_.push_back(std::move(job));
+    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+  }
+  changed_.notify_all();
+}
+
+void Prefetcher::work() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    changed_.wait(lock, [&] { return stop_ || !jobs_.empty(); });
+    if (stop_) return;
+    const std::function<void()> job = std::move(jobs_.front());
+    jobs_.pop_front();
+    running_ = true;
+    lock.unlock();
+    try {
+      job();
+    } catch (const std::exception&) {
+      // A hint that failed: the call that needs the rows meets the same error and reports it.
+    }
+    lock.lock();
+    running_ = false;
+    changed_.notify_all();
+  }
+}
+
+void Prefetcher::wait() {
+  std::unique_lock lock(mutex_);
+  changed_.wait(lock, [&] { return stop_ || (jobs_.empty() && !running_); });
+}
+
+void Prefetcher::stop() {
+  if (getpid() != process_) {  // the thread stayed in the parent
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+    jobs_.clear();
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void StoreCore::check_usable() const {
+  if (getpid() != process)
+    throw ClosedError(
+        fmt::format("store {} was opened in process {}; a forked child has to open it again", printable(path), process));
+  if (closed.load()) throw ClosedError(fmt::format("store {} is closed", printable(path)));
+}
+
+CudaEngine& StoreCore::engine(int on_device) {
+  if (device < 0)
+    throw CudaError(fmt::format("store {} was opened without a device; open it with device {} to use ids in its memory",
+                                printable(path), on_device));
+  if (on_device != device)
+    throw CudaError(
+        fmt::format("store {} was opened for CUDA device {}, the ids are on device {}", printable(path), device, on_device));
+  const std::lock_guard lock(engine_mutex_);
+  if (!engine_) engine_ = CudaEngine::create(device);
+  return *engine_;
+}
+
+}  // namespace embermap

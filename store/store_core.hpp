@@ -1,0 +1,105 @@
+// What a store's tables share: where it is, its threads, its devices, and the mark that says that files are ahead of the last
+// commit. Private to store/.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "base/thread_pool.hpp"
+#include "io/file.hpp"
+#include "kernels/cuda.hpp"
+#include "store/store.hpp"
+
+namespace embermap {
+
+// The file UNCOMMITTED in the store's directory: made, durably, before the first page is written after a commit, and removed
+// after the next commit. It holds the number of the commit it follows, so that one left behind by a commit that did succeed is
+// known to be stale.
+class UncommittedMark {
+ public:
+  UncommittedMark(std::filesystem::path store, FileOps& ops) : store_{std::move(store)}, ops_{ops} {}
+  // True if a session ended (or one is running) with pages written after commit `commit`.
+  static bool present(const std::filesystem::path& store, std::uint64_t commit);
+  void set(std::uint64_t commit);
+  void clear();
+
+ private:
+  std::filesystem::path path() const;
+  std::filesystem::path store_;
+  FileOps& ops_;
+  std::mutex mutex_;
+  bool set_ = false;
+};
+
+// Runs prefetches one after another on a thread of its own, started with the first. At most kMostJobs wait; the oldest is dropped
+// for a new one: a prefetch is a hint, and the newest is the one that is still of use.
+class Prefetcher {
+ public:
+  Prefetcher() = default;
+  ~Prefetcher() { stop(); }
+  void add(std::function<void()> job);
+  void stop();  // drops what waits, waits for what runs
+  void wait();  // until nothing waits or runs
+
+ private:
+  static constexpr std::size_t kMostJobs = 4;
+  void work();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> jobs_;
+  bool running_ = false;
+  bool stop_ = false;
+  std::thread thread_;
+  pid_t process_ = getpid();
+};
+
+struct StoreCore {
+  StoreCore(std::filesystem::path store, const StoreOptions& options, FileOps& file_ops)
+      : path{std::move(store)},
+        writable{options.mode != StoreOptions::Mode::kRead},
+        memory{options.memory},
+        device{options.device},
+        ops{file_ops},
+        compute{options.threads},
+        io{kIoThreads},
+        mark{path, file_ops} {}
+
+  // Throws ClosedError after close() and in a forked child.
+  void check_usable() const;
+  // The kernels of a device. Throws CudaError if the store was opened for none or another.
+  CudaEngine& engine(int on_device);
+
+  // Reads that wait for a disk, not for a core: more threads than cores keep it busy.
+  static constexpr unsigned kIoThreads = 16;
+
+  const std::filesystem::path path;
+  const bool writable;
+  const std::uint64_t memory;
+  const int device;
+  FileOps& ops;
+  ThreadPool compute;
+  ThreadPool io;
+  UncommittedMark mark;
+  Prefetcher prefetcher;
+  std::atomic<std::uint64_t> commit{0};
+  std::atomic<bool> closed{false};
+  std::atomic<bool> pin_warned{false};
+  const pid_t process = getpid();
+  std::weak_ptr<Store::Impl> owner;
+
+ private:
+  std::mutex engine_mutex_;
+  std::unique_ptr<CudaEngine> engine_;
+};
+
+}  // namespace embermap

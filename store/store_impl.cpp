@@ -1,0 +1,571 @@
+#include "store/store_impl.hpp"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/checked.hpp"
+#include "io/npy.hpp"
+
+namespace embermap {
+namespace {
+
+constexpr std::string_view kLockName = "LOCK";
+constexpr std::uint64_t kImportBytes = 4U << 20;  // rows in flight of an import
+
+// Also true for a dangling symbolic link.
+bool is_there(const std::filesystem::path& path) {
+  struct stat status {};
+  return lstat(path.c_str(), &status) == 0;
+}
+
+bool is_leftover(const std::filesystem::path& file) {
+  const std::string name = file.filename().native();
+  return name.size() > 5 && name.front() == '.' && name.ends_with(".tmp");
+}
+
+// Names the header of a table's file against what the manifest says.
+void check_header(const NpyHeader& header, const std::filesystem::path& file, const Schema& schema, const TableEntry& entry) {
+  const auto fail = [&](std::string_view what) {
+    return FormatError(file, fmt::format("{} (shape {}, dtype {}); the manifest says {} rows x {} of {}, {} bytes a record", what,
+                                         header.shape_text(), header.dtype_text(), entry.geometry.rows, entry.dim,
+                                         dtype_name(entry.dtype), entry.geometry.stride));
+  };
+  if (header.fortran_order && header.shape.size() == 2 && header.shape[0] > 1 && header.shape[1] > 1)
+    throw fail("the file is in Fortran order");
+  if (header.item_bytes == 0) throw fail("the file holds no elements");
+  const std::uint64_t rows = header.shape.empty() ? 0 : header.shape[0];
+  if (rows < entry.geometry.rows || (entry.adopted && rows != entry.geometry.rows)) throw fail("the file has other rows");
+  if (header.data_offset != entry.geometry.data_offset) throw fail(fmt::format("its data begins at byte {}", header.data_offset));
+  if (!schema.structured()) {
+    const bool same = header.descr == npy_descr(entry.dtype) || dtype_of_npy_descr(header.descr) == entry.dtype ||
+                      (entry.dtype == DType::kBFloat16 && header.item_bytes == 2 && header.descr.find('V') != std::string::npos);
+    if (header.shape.size() != 2 || header.shape[1] != entry.dim || !same) throw fail("the file has another shape or dtype");
+    return;
+  }
+  if (header.shape.size() != 1 || header.item_bytes != entry.geometry.stride || header.fields.size() != schema.fields().size())
+    throw fail("the file has other records");
+  for (std::size_t i = 0; i < header.fields.size(); ++i) {
+    const Field& field = schema.fields()[i];
+    if (header.fields[i].name != field.name || header.fields[i].offset != field.offset || header.fields[i].bytes != field.bytes)
+      throw fail(fmt::format("the file's field {} is '{}'", i, printable(header.fields[i].name)));
+  }
+}
+
+// In a forked child the threads that wait on an object's condition variables do not exist, and destroying those would wait for
+// them for ever; nor may a child touch the parent's registrations with CUDA. Its copy is left alone.
+template <class T>
+void delete_unless_forked(T* object, pid_t process) noexcept {
+  if (getpid() == process) delete object;
+}
+
+// Creates the directory if it is free; true if this call made it.
+bool make_directory(const std::filesystem::path& path) {
+  if (::mkdir(path.c_str(), 0777) == 0) return true;
+  if (errno == EEXIST) return false;
+  throw IoError(errno, "mkdir", path);
+}
+
+}  // namespace
+
+Store::Impl::Impl(std::shared_ptr<StoreCore> core, WriterLock lock, Manifest manifest)
+    : core_{std::move(core)}, lock_{std::move(lock)}, manifest_{std::move(manifest)} {
+  core_->commit = manifest_.commit;
+}
+
+Store::Impl::~Impl() { abandon(); }
+
+std::shared_ptr<Store::Impl> Store::Impl::of(StoreCore& core) {
+  core.check_usable();
+  auto impl = core.owner.lock();
+  if (!impl) throw ClosedError(fmt::format("store {} is closed", printable(core.path)));
+  return impl;
+}
+
+std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path, const StoreOptions& options) {
+  using Mode = StoreOptions::Mode;
+  if (path.empty()) throw InvalidArgument("the store's path is empty");
+  FileOps& ops = options.file_ops != nullptr ? *options.file_ops : FileOps::system();
+  if (options.device >= 0 && options.device >= cuda_devices())
+    throw CudaError(cuda_devices() == 0 ? fmt::format("no CUDA device: {}", cuda_absence())
+                                        : fmt::format("no CUDA device {}: there are {}", options.device, cuda_devices()));
+  // Absolute, so that a later change of the working directory does not matter.
+  std::error_code error;
+  std::filesystem::path absolute = std::filesystem::absolute(path, error);
+  if (error) throw IoError(error.value(), "realpath", path);
+  absolute = absolute.lexically_normal();
+  if (!absolute.has_filename()) absolute = absolute.parent_path();
+
+  const bool made = options.mode == Mode::kOpenOrCreate && !is_there(absolute) && make_directory(absolute);
+  struct stat status {};
+  if (::stat(absolute.c_str(), &status) != 0) {
+    if (errno == ENOENT && !is_there(absolute)) throw NotFound(fmt::format("no store at {}", printable(absolute)));
+    throw IoError(errno, "stat", absolute);
+  }
+  if (!S_ISDIR(status.st_mode)) throw IoError(ENOTDIR, "open", absolute);
+  try {
+    if (!made && !is_store(absolute)) {
+      if (options.mode != Mode::kOpenOrCreate) Manifest::load(absolute);  // says what is wrong
+      for (const auto& item : std::filesystem::directory_iterator(absolute, error))
+        if (item.path().filename() != kLockName && !is_leftover(item.path()))
+          throw AlreadyExists(
+              fmt::format("{} is not a store (no {}), and it is not empty (it holds {}); give a new or empty directory",
+                          printable(absolute), kManifestName, printable(item.path().filename())));
+      if (error) throw IoError(error.value(), "opendir", absolute);
+    }
+    WriterLock lock;
+    if (options.mode != Mode::kRead) {
+      lock = WriterLock::acquire(absolute / kLockName, absolute);
+      for (const auto& item : std::filesystem::directory_iterator(absolute, error))
+        if (is_leftover(item.path())) ops.unlink(item.path().c_str());
+    }
+    Manifest manifest;
+    if (options.mode == Mode::kOpenOrCreate && !is_store(absolute)) {
+      manifest.save(absolute, ops);
+      sync_directory(absolute.parent_path().empty() ? "." : absolute.parent_path(), ops);
+    } else {
+      manifest = Manifest::load(absolute);
+    }
+    const bool unclean = UncommittedMark::present(absolute, manifest.commit);
+    if (unclean && !options.accept_unclean)
+      throw CorruptError(
+          fmt::format("store {} has pages written after its last commit ({}): {}. Its tables may mix committed and later rows; "
+                      "accept_unclean takes "
+                      "them as they are",
+                      printable(absolute), manifest.commit,
+                      options.mode == Mode::kRead ? "a writer is at work, or its session ended without commit"
+                                                  : "a session ended without commit"));
+
+    std::shared_ptr<StoreCore> core(new StoreCore(absolute, options, ops),
+                                    [](StoreCore* gone) { delete_unless_forked(gone, gone->process); });
+    std::shared_ptr<Impl> impl(new Impl(core, std::move(lock), std::move(manifest)));
+    core->owner = impl;
+    const std::lock_guard guard(impl->mutex_);
+    const auto shares = plan(core->memory, impl->manifest_.tables);
+    for (const auto& [name, entry] : impl->manifest_.tables) impl->tables_.emplace(name, impl->open_table(name, entry));
+    impl->apply(shares);
+    if (unclean && core->writable) {
+      for (const auto& [name, table] : impl->tables_) table->reseal();
+      impl->commit_locked(/*even_unchanged=*/true);
+    } else if (core->writable) {
+      core->mark.clear();  // a stale one
+    }
+    return impl;
+  } catch (...) {
+    if (made) {  // nothing half-made stays
+      ops.unlink((absolute / kManifestName).c_str());
+      ops.unlink((absolute / kLockName).c_str());
+      ::rmdir(absolute.c_str());
+    }
+    throw;
+  }
+}
+
+std::shared_ptr<TableImpl> Store::Impl::open_table(const std::string& name, const TableEntry& entry) {
+  const std::filesystem::path path = entry.adopted ? *entry.adopted : data_path(name);
+  const bool write = core_->writable && (!entry.adopted || entry.adopted_writable);
+  File data = File::open(path, write ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops);
+  const Schema schema(entry.dim, entry.dtype, entry.optimizer);
+  const NpyHeader header = read_npy_header(data);
+  check_header(header, path, schema, entry);
+  if (!entry.adopted && write && header.shape[0] != entry.geometry.rows) {
+    // A resize was interrupted; the manifest says which size counts.
+    data.write(0, table_header(schema, entry.geometry));
+    data.resize(entry.geometry.file_bytes());
+  }
+  PageLedger ledger =
+      PageLedger::open(File::open(pages_path(name), core_->writable ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops));
+  const std::uint64_t pages = entry.geometry.pages();
+  if (ledger.pages() != pages) {
+    if (core_->writable)
+      ledger.resize(pages);
+    else if (ledger.pages() < pages)
+      throw FormatError(pages_path(name), fmt::format("page file of {} pages, but the table has {}", ledger.pages(), pages));
+  }
+  return {new TableImpl(core_, name, entry, std::move(data), std::move(ledger)),
+          [process = core_->process](TableImpl* gone) { delete_unless_forked(gone, process); }};
+}
+
+void Store::Impl::check_writable() const {
+  core_->check_usable();
+  if (!core_->writable) throw ReadOnlyError(fmt::format("store {} is open read-only", printable(core_->path)));
+}
+
+void Store::Impl::check_new(std::string_view name) const {
+  check_table_name(name);
+  if (manifest_.tables.contains(name))
+    throw AlreadyExists(fmt::format("store {} has a table '{}' already", printable(core_->path), printable(name)));
+  for (const auto& file : {data_path(name), pages_path(name)})
+    if (is_there(file))
+      throw AlreadyExists(
+          fmt::format("{} exists but belongs to no table of the store; remove it or choose another name", printable(file)));
+}
+
+TableEntry Store::Impl::new_entry(std::string_view name, const TableOptions& options) const {
+  check_new(name);
+  const Schema schema(options.dim, options.dtype, options.optimizer);
+  check_initializer(options.init, options.dtype);
+  TableEntry entry;
+  entry.dim = options.dim;
+  entry.dtype = options.dtype;
+  entry.optimizer = options.optimizer;
+  entry.init = options.init;
+  entry.seed = options.seed;
+  entry.page_bytes = options.page_bytes;
+  entry.geometry =
+      make_geometry(options.rows, schema.record_bytes(), schema.alignment(), schema.structured(), options.page_bytes);
+  check_budget(name, entry);
+  return entry;
+}
+
+void Store::Impl::check_budget(std::string_view name, const TableEntry& entry) const {
+  auto entries = manifest_.tables;
+  entries.emplace(name, entry);
+  (void)plan(core_->memory, entries);
+}
+
+Store::Impl::NewFiles Store::Impl::new_files(std::string_view name, const TableEntry& entry) const {
+  NewFiles files{TemporaryFile::create(data_path(name), /*overwrite=*/false, core_->ops),
+                 TemporaryFile::create(pages_path(name), /*overwrite=*/false, core_->ops)};
+  files.data.file().write(0, table_header(Schema(entry.dim, entry.dtype, entry.optimizer), entry.geometry));
+  files.data.file().resize(entry.geometry.file_bytes());
+  return files;
+}
+
+Table Store::Impl::complete(const std::string& name, const TableEntry& entry, NewFiles files) {
+  try {
+    files.data.commit();
+    files.pages.commit();
+    return add(name, entry);
+  } catch (const AlreadyExists&) {
+    throw;  // someone else made a file of that name meanwhile; it is not ours to remove
+  } catch (...) {
+    discard(name, /*adopted=*/false);
+    throw;
+  }
+}
+
+void Store::Impl::discard(std::string_view name, bool adopted) const noexcept {
+  try {
+    // The manifest may have been replaced before the call that failed. As long as it lists the table, its files stay.
+    if (Manifest::load(core_->path).tables.contains(name)) manifest_.save(core_->path, core_->ops);
+    if (!adopted) core_->ops.unlink(data_path(name).c_str());
+    core_->ops.unlink(pages_path(name).c_str());
+  } catch (const std::exception&) {
+    // The table is whole and listed, or a file is left that create() will name: nothing is lost either way.
+  }
+}
+
+Table Store::Impl::create(std::string_view name, const TableOptions& options) {
+  const std::lock_guard guard(mutex_);
+  check_writable();
+  const TableEntry entry = new_entry(name, options);
+  NewFiles files = new_files(name, entry);
+  PageLedger::create(files.open_pages(), entry.geometry.pages(), /*adopted=*/false);
+  return complete(std::string(name), entry, std::move(files));
+}
+
+Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
+  Manifest manifest = manifest_;
+  manifest.tables.emplace(name, entry);
+  const auto shares = plan(core_->memory, manifest.tables);
+  auto table = open_table(name, entry);
+  manifest.save(core_->path, core_->ops);
+  manifest_ = std::move(manifest);
+  tables_.emplace(name, table);
+  apply(shares);
+  return Table(std::move(table));
+}
+
+Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress) {
+  const std::lock_guard guard(mutex_);
+  check_writable();
+  options.rows = reader.rows();
+  options.dim = reader.dim();
+  const TableEntry entry = new_entry(name, options);
+  const Geometry& geometry = entry.geometry;
+  const Schema schema(entry.dim, entry.dtype, entry.optimizer);
+  NewFiles files = new_files(name, entry);
+  PageFile file(std::string(name), files.open_data(), PageLedger::create(files.open_pages(), geometry.pages(), /*adopted=*/false),
+                schema, geometry, entry.init, entry.seed, core_->compute, core_->io, [] {});
+
+  const std::uint64_t source_row = options.dim * item_size(reader.dtype());
+  const std::uint64_t weight = schema.fields()[0].bytes;
+  // Whole pages, and whole blocks of the reader where those are not much larger.
+  const std::uint64_t page_rows_bytes = std::max(geometry.page_bytes(), source_row * geometry.rows_per_page);
+  std::uint64_t block_pages = std::max<std::uint64_t>(1, kImportBytes / page_rows_bytes);
+  if (reader.block_rows() <= 4 * kImportBytes / source_row)
+    block_pages = std::max(block_pages, ceil_div(reader.block_rows(), geometry.rows_per_page));
+  const std::uint64_t block_rows = std::min(block_pages * geometry.rows_per_page, std::max<std::uint64_t>(geometry.rows, 1));
+  std::vector<std::byte> source(block_rows * source_row);
+  std::vector<std::byte> converted(reader.dtype() == options.dtype ? 0 : block_rows * weight);
+  std::vector<std::byte> memory(ceil_div(block_rows, geometry.rows_per_page) * geometry.page_bytes());
+  std::vector<PageBuffer> buffers;
+  ConversionReport report;
+  if (progress) progress(0, geometry.rows);
+  for (std::uint64_t first = 0; first < geometry.rows; first += block_rows) {
+    const std::uint64_t count = std::min(block_rows, geometry.rows - first);
+    reader.read(first, count, source.data());
+    const std::byte* weights = source.data();
+    if (!converted.empty()) {
+      convert_elements(reader.dtype(), source.data(), options.dtype, converted.data(), count * options.dim, report);
+      weights = converted.data();
+    }
+    if (schema.structured()) file.generate_states(count, memory.data());
+    core_->compute.parallel_for(count, std::max<std::uint64_t>(1, (256U << 10) / geometry.stride),
+                                [&](std::uint64_t begin, std::uint64_t end) {
+                                  for (std::uint64_t row = begin; row < end; ++row)
+                                    std::memcpy(memory.data() + row * geometry.stride, weights + row * weight, weight);
+                                });
+    buffers.clear();
+    for (std::uint64_t row = 0; row < count; row += geometry.rows_per_page)
+      buffers.push_back({geometry.page_of(first + row), memory.data() + row * geometry.stride});
+    file.write(buffers);
+    if (progress) progress(first + count, geometry.rows);
+  }
+  file.sync();
+  file.close();
+  return complete(std::string(name), entry, std::move(files));
+}
+
+Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path& file, bool writable,
+                         std::optional<DType> dtype) {
+  const std::string name(name_view);
+  const std::lock_guard guard(mutex_);
+  check_writable();
+  check_table_name(name);
+  if (manifest_.tables.contains(name))
+    throw AlreadyExists(fmt::format("store {} has a table '{}' already", printable(core_->path), printable(name)));
+  if (is_there(pages_path(name)))
+    throw AlreadyExists(fmt::format("{} exists but belongs to no table of the store; remove it or choose another name",
+                                    printable(pages_path(name))));
+  std::error_code error;
+  const std::filesystem::path path = std::filesystem::canonical(file, error);
+  if (error) throw IoError(error.value(), "open", file);
+  for (const auto& [other, known] : manifest_.tables)
+    if ((known.adopted && std::filesystem::equivalent(*known.adopted, path, error)) ||
+        (!known.adopted && std::filesystem::equivalent(data_path(other), path, error)))
+      throw AlreadyExists(fmt::format("{} is the file of table '{}' already", printable(path), printable(other)));
+
+  const NpyHeader header = read_npy_header(File::open(path, File::Mode::kRead, core_->ops));
+  const auto refuse = [&](std::string_view why) {
+    return FormatError(path, fmt::format("shape {}, dtype {} cannot be used in place: {}; import it instead", header.shape_text(),
+                                         header.dtype_text(), why));
+  };
+  if (!header.fields.empty()) throw refuse("the elements are structured");
+  if (header.shape.size() != 2) throw refuse("a table has two dimensions");
+  if (header.shape[1] == 0) throw refuse("a table has at least one column");
+  if (header.fortran_order && header.shape[0] > 1 && header.shape[1] > 1) throw refuse("it is in Fortran order");
+  std::optional<DType> found = dtype_of_npy_descr(header.descr);
+  if (!found && dtype == DType::kBFloat16 && header.item_bytes == 2 && header.descr.find('V') != std::string::npos) found = dtype;
+  if (!found)
+    throw refuse(header.descr.find('V') != std::string::npos ? "raw bytes have no type (say bfloat16 if they are that)"
+                                                             : "a table cannot hold this dtype or byte order");
+  if (dtype && *dtype != *found) throw refuse(fmt::format("it is not {}", dtype_name(*dtype)));
+
+  TableEntry entry;
+  entry.dim = header.shape[1];
+  entry.dtype = *found;
+  const Schema schema(entry.dim, entry.dtype, {});
+  entry.geometry = make_geometry(header.shape[0], schema.record_bytes(), schema.alignment(), false, entry.page_bytes);
+  entry.geometry.data_offset = header.data_offset;
+  entry.adopted = path;
+  entry.adopted_writable = writable && ::access(path.c_str(), W_OK) == 0;
+  check_budget(name, entry);
+  TemporaryFile pages = TemporaryFile::create(pages_path(name), /*overwrite=*/false, core_->ops);
+  PageLedger::create(File::open(pages.file().path(), File::Mode::kReadWrite, core_->ops), entry.geometry.pages(), true);
+  pages.commit();
+  try {
+    return add(name, entry);
+  } catch (...) {
+    discard(name, /*adopted=*/true);
+    throw;
+  }
+}
+
+Table Store::Impl::table(std::string_view name) {
+  const std::lock_guard guard(mutex_);
+  core_->check_usable();
+  if (const auto found = tables_.find(name); found != tables_.end()) return Table(found->second);
+  std::string known;
+  for (const auto& [other, unused] : tables_) known += (known.empty() ? "" : ", ") + printable(other);
+  throw NotFound(fmt::format("store {} has no table '{}'; it has {}", printable(core_->path), printable(name),
+                             known.empty() ? "none" : known));
+}
+
+bool Store::Impl::contains(std::string_view name) const {
+  const std::lock_guard guard(mutex_);
+  core_->check_usable();
+  return tables_.contains(name);
+}
+
+std::vector<std::string> Store::Impl::names() const {
+  const std::lock_guard guard(mutex_);
+  core_->check_usable();
+  std::vector<std::string> names;
+  for (const auto& [name, unused] : tables_) names.push_back(name);
+  return names;
+}
+
+void Store::Impl::remove(std::string_view name) {
+  const std::lock_guard guard(mutex_);
+  check_writable();
+  const auto found = tables_.find(name);
+  if (found == tables_.end()) throw NotFound(fmt::format("store {} has no table '{}'", printable(core_->path), printable(name)));
+  const TableEntry entry = found->second->entry();
+  // Out of the manifest first: a crash in between leaves files that belong to nobody, not a table without files.
+  Manifest manifest = manifest_;
+  manifest.tables.erase(found->first);
+  manifest.save(core_->path, core_->ops);
+  manifest_ = std::move(manifest);
+  found->second->close();
+  tables_.erase(found);
+  if (!entry.adopted && core_->ops.unlink(data_path(name).c_str()) != 0) throw IoError(errno, "unlink", data_path(name));
+  if (core_->ops.unlink(pages_path(name).c_str()) != 0) throw IoError(errno, "unlink", pages_path(name));
+  sync_directory(core_->path, core_->ops);
+  apply(plan(core_->memory, manifest_.tables));
+}
+
+std::uint64_t Store::Impl::commit() {
+  const std::lock_guard guard(mutex_);
+  check_writable();
+  return commit_locked(/*even_unchanged=*/false);
+}
+
+std::uint64_t Store::Impl::commit_locked(bool even_unchanged) {
+  bool changed = even_unchanged;
+  for (const auto& [name, table] : tables_) changed = changed || table->changed();
+  if (!changed) return manifest_.commit;
+  Manifest manifest = manifest_;
+  for (const auto& [name, table] : tables_) {
+    table->flush_and_sync();
+    manifest.tables.insert_or_assign(name, table->entry());
+  }
+  ++manifest.commit;
+  manifest.save(core_->path, core_->ops);
+  manifest_ = std::move(manifest);
+  core_->commit = manifest_.commit;
+  for (const auto& [name, table] : tables_) table->mark_committed();
+  core_->mark.clear();
+  return manifest_.commit;
+}
+
+void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
+  const std::lock_guard guard(mutex_);
+  check_writable();
+  table.check_open();
+  const TableEntry before = table.entry();
+  if (before.adopted)
+    throw InvalidArgument(fmt::format("table '{}' uses {} in place; such a file is not resized", printable(table.name()),
+                                      printable(*before.adopted)));
+  if (rows == before.geometry.rows) return;
+  make_geometry(rows, before.geometry.stride, 1, false, before.page_bytes);  // throws if a file cannot hold so many
+  auto entries = manifest_.tables;
+  entries.at(table.name()).geometry.rows = rows;
+  const auto shares = plan(core_->memory, entries);
+  commit_locked(/*even_unchanged=*/false);
+  // A crash in between is mended on open: the manifest has the smaller number of rows until the files can hold the larger.
+  if (rows < before.geometry.rows) {
+    Manifest manifest = manifest_;
+    manifest.tables.at(table.name()).geometry.rows = rows;
+    manifest.save(core_->path, core_->ops);
+    manifest_ = std::move(manifest);
+  }
+  table.set_share({});
+  table.resize_files(rows);
+  apply(shares);
+  commit_locked(/*even_unchanged=*/true);
+}
+
+void Store::Impl::materialize(TableImpl& table, const Progress& progress) {
+  const std::lock_guard guard(mutex_);
+  check_writable();
+  table.materialize(progress);
+  commit_locked(/*even_unchanged=*/false);
+}
+
+std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory,
+                                                     const std::map<std::string, TableEntry, std::less<>>& tables) {
+  struct Need {
+    std::string name;
+    std::uint64_t pages, frame, bits, want;
+  };
+  std::vector<Need> needs;
+  std::uint64_t least = 0, bits = 0;
+  for (const auto& [name, entry] : tables) {
+    const std::uint64_t pages = entry.geometry.pages();
+    const std::uint64_t frame = entry.geometry.page_bytes() + HotPages::kFrameOverhead;
+    needs.push_back({name, pages, frame, PageLedger::bits_bytes(pages), pages * frame + PageLedger::checksum_bytes(pages)});
+    bits += needs.back().bits;
+    least += needs.back().bits + (pages == 0 ? 0 : frame);
+  }
+  if (memory < least)
+    throw BudgetError(fmt::format("memory {} is too small for {} table{}: one page of each and the page bits take {} bytes",
+                                  format_size(memory), tables.size(), tables.size() == 1 ? "" : "s", least));
+  // Small tables first: a table that takes no more than a quarter of an even share gets frames for all its pages. The others
+  // share the rest by size, each at least a page.
+  std::sort(needs.begin(), needs.end(), [](const Need& a, const Need& b) { return a.want < b.want; });
+  std::uint64_t left = memory - bits, want = 0, minima = 0;
+  for (const Need& need : needs) {
+    want += need.want;
+    minima += need.pages == 0 ? 0 : need.frame;
+  }
+  std::map<std::string, MemoryShare> shares;
+  for (std::size_t i = 0; i < needs.size(); ++i) {
+    const Need& need = needs[i];
+    minima -= need.pages == 0 ? 0 : need.frame;
+    std::uint64_t bytes = 0;
+    if (want <= left || need.want <= left / (4 * (needs.size() - i)))
+      bytes = need.want;
+    else
+      bytes = static_cast<std::uint64_t>(static_cast<long double>(left) * static_cast<long double>(need.want) /
+                                         static_cast<long double>(want));
+    bytes = std::min(bytes, left - minima);
+    if (need.pages != 0) bytes = std::max(bytes, need.frame);
+    MemoryShare share{.bytes = bytes};
+    // Checksums are kept while they take at most an eighth, so that every page read is verified at no extra I/O.
+    const std::uint64_t sums = PageLedger::checksum_bytes(need.pages);
+    share.checksums = sums <= bytes / 8 && bytes - sums >= need.frame;
+    share.frames = std::min(need.pages, (bytes - (share.checksums ? sums : 0)) / need.frame);
+    share.frames = std::min<std::uint64_t>(share.frames, HotPages::kAbsent - 1);
+    shares.emplace(need.name, share);
+    left -= bytes;
+    want -= need.want;
+  }
+  return shares;
+}
+
+void Store::Impl::apply(const std::map<std::string, MemoryShare>& shares) {
+  for (const auto& [name, share] : shares)
+    if (const auto found = tables_.find(name); found != tables_.end()) found->second->set_share(share);
+}
+
+void Store::Impl::close() {
+  {
+    const std::lock_guard guard(mutex_);
+    if (core_->closed.load()) return;
+    core_->check_usable();
+    if (core_->writable) commit_locked(/*even_unchanged=*/false);
+  }
+  abandon();
+}
+
+void Store::Impl::abandon() noexcept {
+  if (core_->closed.exchange(true)) return;
+  if (getpid() != core_->process) return;  // the parent's
+  core_->prefetcher.stop();
+  const std::lock_guard guard(mutex_);
+  for (const auto& [name, table] : tables_) table->close();
+  tables_.clear();
+  lock_.release();
+}
+
+void Store::Impl::forget_after_fork() noexcept {
+  core_->closed = true;
+  lock_.forget();
+}
+
+}  // namespace embermap

@@ -1,0 +1,78 @@
+// The inside of a store. Private to store/.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "io/lock.hpp"
+#include "store/manifest.hpp"
+#include "store/store.hpp"
+#include "store/store_core.hpp"
+#include "store/table_impl.hpp"
+
+namespace embermap {
+
+class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
+ public:
+  static std::shared_ptr<Impl> open(const std::filesystem::path& path, const StoreOptions& options);
+  ~Impl();
+  // The store of a table. Throws ClosedError if it is gone.
+  static std::shared_ptr<Impl> of(StoreCore& core);
+
+  Table create(std::string_view name, const TableOptions& options);
+  Table import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress);
+  Table adopt(std::string_view name, const std::filesystem::path& file, bool writable, std::optional<DType> dtype);
+  Table table(std::string_view name);
+  bool contains(std::string_view name) const;
+  std::vector<std::string> names() const;
+  void remove(std::string_view name);
+  std::uint64_t commit();
+  void resize(TableImpl& table, std::uint64_t rows);
+  void materialize(TableImpl& table, const Progress& progress);
+  void close();
+  void abandon() noexcept;
+  void forget_after_fork() noexcept;
+
+  const std::shared_ptr<StoreCore>& core() const noexcept { return core_; }
+
+ private:
+  using Tables = std::map<std::string, std::shared_ptr<TableImpl>, std::less<>>;
+
+  Impl(std::shared_ptr<StoreCore> core, WriterLock lock, Manifest manifest);
+  void check_writable() const;
+  // All below: with mutex_ held.
+  void check_new(std::string_view name) const;
+  TableEntry new_entry(std::string_view name,
+                       const TableOptions& options) const;  // checks everything that can be checked before a file is made
+  void check_budget(std::string_view name, const TableEntry& entry) const;
+  // The files of a table under temporary names, which vanish unless completed.
+  struct NewFiles {
+    TemporaryFile data, pages;
+    File open_data() { return File::open(data.file().path(), File::Mode::kReadWrite, data.file().ops()); }
+    File open_pages() { return File::open(pages.file().path(), File::Mode::kReadWrite, pages.file().ops()); }
+  };
+  NewFiles new_files(std::string_view name, const TableEntry& entry) const;
+  // Removes the files of a table that could not be added.
+  void discard(std::string_view name, bool adopted) const noexcept;
+  Table complete(const std::string& name, const TableEntry& entry, NewFiles files);
+  std::shared_ptr<TableImpl> open_table(const std::string& name, const TableEntry& entry);
+  // Adds an entry whose files are complete; on failure removes nothing of them.
+  Table add(const std::string& name, const TableEntry& entry);
+  std::uint64_t commit_locked(bool even_unchanged);
+  // Shares of the budget for these tables. Throws BudgetError naming the least that would do.
+  static std::map<std::string, MemoryShare> plan(std::uint64_t memory,
+                                                 const std::map<std::string, TableEntry, std::less<>>& tables);
+  void apply(const std::map<std::string, MemoryShare>& shares);
+  std::filesystem::path data_path(std::string_view name) const { return core_->path / (std::string(name) + ".npy"); }
+  std::filesystem::path pages_path(std::string_view name) const { return core_->path / (std::string(name) + ".pages"); }
+
+  const std::shared_ptr<StoreCore> core_;
+  mutable std::mutex mutex_;
+  WriterLock lock_;
+  Manifest manifest_;
+  Tables tables_;
+};
+
+}  // namespace embermap

@@ -1,0 +1,67 @@
+#include "store/table.hpp"
+
+#include "store/store_impl.hpp"
+#include "store/table_impl.hpp"
+
+namespace embermap {
+
+Table::Table(std::shared_ptr<TableImpl> impl) : impl_{std::move(impl)} {}
+
+const std::string& Table::name() const { return impl_->name(); }
+std::filesystem::path Table::file() const { return impl_->data_path(); }
+std::uint64_t Table::rows() const { return impl_->entry().geometry.rows; }
+std::uint64_t Table::dim() const { return impl_->schema().dim(); }
+DType Table::dtype() const { return impl_->schema().dtype(); }
+const Schema& Table::schema() const { return impl_->schema(); }
+Geometry Table::geometry() const { return impl_->entry().geometry; }
+Optimizer Table::optimizer() const { return impl_->entry().optimizer; }
+Initializer Table::initializer() const { return impl_->entry().init; }
+std::uint64_t Table::seed() const { return impl_->entry().seed; }
+std::uint64_t Table::page_bytes_option() const { return impl_->entry().page_bytes; }
+std::uint64_t Table::step() const { return impl_->entry().step; }
+bool Table::writable() const { return impl_->writable(); }
+bool Table::adopted() const { return impl_->entry().adopted.has_value(); }
+void Table::set_optimizer(const Optimizer& optimizer) { impl_->set_optimizer(optimizer); }
+
+void Table::gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field) {
+  impl_->gather(ids, out, field);
+}
+void Table::scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field) {
+  impl_->scatter(ids, rows, field);
+}
+void Table::add(std::span<const std::int64_t> ids, std::span<const std::byte> rows) { impl_->add(ids, rows); }
+void Table::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype) {
+  impl_->update(ids, grads, grad_dtype);
+}
+void Table::prefetch(std::span<const std::int64_t> ids) { impl_->prefetch(ids); }
+
+void Table::gather(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, std::string_view field,
+                   CudaStream stream) {
+  impl_->gather_device(device, ids, count, out, field, stream);
+}
+void Table::scatter(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, std::string_view field,
+                    CudaStream stream) {
+  impl_->scatter_device(device, ids, count, rows, field, stream);
+}
+void Table::add(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream) {
+  impl_->add_device(device, ids, count, rows, stream);
+}
+void Table::update(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
+                   CudaStream stream) {
+  impl_->update_device(device, ids, count, grads, grad_dtype, stream);
+}
+
+void Table::read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field) {
+  impl_->read(first, count, out, field);
+}
+void Table::write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field) {
+  impl_->write(first, count, rows, field);
+}
+
+void Table::resize(std::uint64_t rows) { Store::Impl::of(*impl_->core())->resize(*impl_, rows); }
+void Table::materialize(const Progress& progress) { Store::Impl::of(*impl_->core())->materialize(*impl_, progress); }
+VerifyReport Table::verify(const Progress& progress) { return impl_->verify(progress); }
+std::uint64_t Table::written_pages() const { return impl_->written_pages(); }
+TableStats Table::stats() const { return impl_->stats(); }
+
+}  // namespace embermap

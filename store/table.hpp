@@ -1,0 +1,139 @@
+// One table of a store: rows x dim of one dtype, with per-row optimizer state if it is trained.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/dtype.hpp"
+#include "kernels/cuda.hpp"
+#include "kernels/optimizer.hpp"
+#include "store/geometry.hpp"
+#include "store/initializer.hpp"
+#include "store/schema.hpp"
+
+namespace embermap {
+
+struct TableOptions {
+  std::uint64_t rows = 0;  // 0 is an empty table, which can be resized
+  std::uint64_t dim = 0;
+  DType dtype = DType::kFloat32;
+  Optimizer optimizer = {};
+  Initializer init = Zeros{};
+  std::uint64_t seed = 0;
+  std::uint64_t page_bytes = kMinPageBytes;  // a power of two, 4 KiB to 2 MiB
+};
+
+// Counters since the table was opened (pages, bytes) and the state of its hot pages now.
+struct TableStats {
+  std::uint64_t hits = 0;    // pages a batch wanted and found in memory; a batch counts each of its pages once
+  std::uint64_t misses = 0;  // pages it had to read or generate
+  std::uint64_t evictions = 0;
+  std::uint64_t write_backs = 0;  // dirty pages written to the file
+  std::uint64_t pages_read = 0;
+  std::uint64_t pages_generated = 0;
+  std::uint64_t bytes_read = 0;
+  std::uint64_t bytes_written = 0;
+  std::uint64_t rows_gathered = 0;  // ids asked for
+  std::uint64_t rows_written = 0;   // ids in scatter, add, update
+  std::uint64_t frames = 0;         // 0 before the first use
+  std::uint64_t page_bytes = 0;
+  std::uint64_t resident_pages = 0;
+  std::uint64_t dirty_pages = 0;
+  std::uint64_t memory_bytes = 0;  // what the table takes of the budget
+  bool huge_pages = false;         // the slab was given huge pages
+  bool registered = false;         // the slab is registered with CUDA
+};
+
+struct VerifyReport {
+  struct BadRange {  // rows [first, last] of one page
+    std::uint64_t page, first_row, last_row;
+  };
+  std::uint64_t pages = 0;
+  std::uint64_t written = 0;   // pages in the file
+  std::uint64_t verified = 0;  // of those, pages whose checksum was compared
+  std::uint64_t bad_pages = 0;
+  std::vector<BadRange> bad;  // the first 1,000
+};
+
+using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
+
+class TableImpl;
+
+// A handle; copies name the same table. Stays valid after the store is closed or the table removed, and then throws ClosedError.
+//
+// Thread safety: all members may be called from several threads. gather and read run side by side; scatter, add, update, resize
+// run alone. Ids are row numbers in [0, rows()); a bad one throws RowIdError naming the first, before anything is read or
+// changed. Rows of ids given several times: gather repeats them, scatter keeps the last, add and update sum. Data is in host
+// memory unless it says "device". Calls block on disk reads. Errors: IoError, CorruptError, ReadOnlyError, InvalidArgument (sizes
+// that disagree), DTypeError, ClosedError.
+class Table {
+ public:
+  const std::string& name() const;
+  std::filesystem::path file() const;  // the .npy
+  std::uint64_t rows() const;
+  std::uint64_t dim() const;
+  DType dtype() const;
+  const Schema& schema() const;
+  Geometry geometry() const;
+  Optimizer optimizer() const;
+  Initializer initializer() const;
+  std::uint64_t seed() const;
+  std::uint64_t page_bytes_option() const;
+  std::uint64_t step() const;  // updates so far
+  bool writable() const;
+  bool adopted() const;  // a foreign file used in place
+
+  // Changes the hyperparameters, not the kind nor the state fields; kept by the next commit.
+  void set_optimizer(const Optimizer& optimizer);
+
+  // out = ids.size() x dim elements of the field, C order.
+  void gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field = "weight");
+  // rows = ids.size() x dim elements of the field.
+  void scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field = "weight");
+  // Adds to the weights.
+  void add(std::span<const std::int64_t> ids, std::span<const std::byte> rows);
+  // One optimizer step; grads = ids.size() x dim elements of the weight's dtype, or of float32 for half-precision rows.
+  void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype);
+  // Brings pages of these rows into memory, as many as fit. Bad ids are refused.
+  void prefetch(std::span<const std::int64_t> ids);
+
+  // The same with ids and data in device memory of `device`, ordered on `stream`. When they return, the hot pages are no longer
+  // used by the device; results in device memory are ordered on `stream`. Element counts: `count` ids, count x dim elements.
+  void gather(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, std::string_view field,
+              CudaStream stream);
+  void scatter(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, std::string_view field,
+               CudaStream stream);
+  void add(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream);
+  void update(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
+              CudaStream stream);
+
+  // Consecutive rows [first, first + count) past the hot pages: for scans, import and export; they evict nothing.
+  void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field = "weight");
+  void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field = "weight");
+
+  // Rows beyond the old end are initial rows; rows beyond the new end are forgotten for good. Commits.
+  void resize(std::uint64_t rows);
+  // Writes every page that was never written, so that the file alone holds all rows. Commits.
+  void materialize(const Progress& progress = {});
+  // Compares every written page (also those in memory are written first) with its checksum.
+  VerifyReport verify(const Progress& progress = {});
+  std::uint64_t written_pages() const;
+
+  TableStats stats() const;
+
+  explicit Table(std::shared_ptr<TableImpl> impl);
+  const std::shared_ptr<TableImpl>& impl() const noexcept { return impl_; }
+
+ private:
+  std::shared_ptr<TableImpl> impl_;
+};
+
+}  // namespace embermap

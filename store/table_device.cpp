@@ -1,0 +1,126 @@
+// The way of a batch on a CUDA device. The device sorts the ids and finds their pages, the host makes those pages resident and
+// holds them, the device moves the rows.
+#include <fmt/format.h>
+
+#include "base/checked.hpp"
+#include "store/table_impl.hpp"
+
+namespace embermap {
+
+void TableImpl::for_device_passes(
+    CudaBatch& batch, Access access, CudaStream stream,
+    const std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>)>& body) {
+  if (batch.pages.empty()) return;
+  HotPages& pages_in_memory = hot();
+  const FrameSource source{.slab = pages_in_memory.slab().data(),
+                           .registered = pinned_.registered(),
+                           .page_bytes = entry_.geometry.page_bytes(),
+                           .rows_per_page = entry_.geometry.rows_per_page,
+                           .stride = entry_.geometry.stride};
+  std::vector<std::uint32_t> frames(std::min<std::uint64_t>(batch.pages.size(), pages_in_memory.frames()));
+  for (std::uint64_t first = 0; first < batch.pages.size();) {
+    const std::uint64_t count = std::min<std::uint64_t>(frames.size(), batch.pages.size() - first);
+    const std::span<std::uint32_t> places(frames.data(), count);
+    const auto hold = pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
+    try {
+      body(source, first, places);
+    } catch (...) {
+      // Frames must not be given up while a kernel may still use them.
+      try {
+        core_->engine(core_->device).wait(stream);
+      } catch (const CudaError&) {
+        // the first error is the one to report
+      }
+      throw;
+    }
+    core_->engine(core_->device).wait(stream);
+    first += count;
+  }
+}
+
+void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
+                              std::string_view field_name, CudaStream stream) {
+  const std::shared_lock lock(rows_);
+  check_open();
+  const Field& field = schema_.field(field_name);
+  CudaEngine& engine = core_->engine(device);
+  const Geometry& geometry = entry_.geometry;
+  const auto batch = engine.make_batch(ids, count, geometry.rows, geometry.rows_per_page, name_, stream);
+  if (count == 0) return;
+  for_device_passes(*batch, Access::kRead, stream,
+                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
+                      engine.fetch(*batch, source, first, frames, field.offset, field.bytes, core_->compute, stream);
+                    });
+  engine.expand(*batch, out, stream);
+  rows_gathered_ += count;
+}
+
+void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows,
+                               std::string_view field_name, CudaStream stream) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  check_writable();
+  const Field& field = schema_.field(field_name);
+  CudaEngine& engine = core_->engine(device);
+  const Geometry& geometry = entry_.geometry;
+  const auto batch = engine.make_batch(ids, count, geometry.rows, geometry.rows_per_page, name_, stream);
+  if (count == 0) return;
+  engine.reserve(*batch, field.offset, field.bytes, stream);
+  engine.assign(*batch, rows, stream);
+  for_device_passes(*batch, Access::kWrite, stream,
+                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
+                      engine.write_back(*batch, source, first, frames, core_->compute, stream);
+                    });
+  rows_written_ += count;
+}
+
+void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream) {
+  change_device(device, ids, count, schema_.fields()[0].bytes, stream,
+                [&](CudaEngine& engine, CudaBatch& batch) { engine.add(batch, schema_.dim(), schema_.dtype(), rows, stream); });
+}
+
+void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
+                              CudaStream stream) {
+  {
+    const std::shared_lock lock(rows_);
+    check_open();
+    check_writable();
+    check_gradient_dtype(grad_dtype);
+  }
+  const RecordLayout layout = schema_.layout(entry_.geometry.stride);
+  change_device(device, ids, count, schema_.record_bytes(), stream, [&](CudaEngine& engine, CudaBatch& batch) {
+    engine.step(batch, layout, next_step(), grads, grad_dtype, stream);
+    ++step_;
+    entry_changed_ = true;
+  });
+}
+
+void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
+                              const std::function<void(CudaEngine&, CudaBatch&)>& change) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  check_writable();
+  CudaEngine& engine = core_->engine(device);
+  const Geometry& geometry = entry_.geometry;
+  const auto batch = engine.make_batch(ids, count, geometry.rows, geometry.rows_per_page, name_, stream);
+  if (count == 0) return;
+  const bool one_pass = batch->pages.size() <= hot().frames();
+  for_device_passes(*batch, one_pass ? Access::kWrite : Access::kRead, stream,
+                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
+                      engine.fetch(*batch, source, first, frames, 0, bytes, core_->compute, stream);
+                      if (!one_pass) return;
+                      change(engine, *batch);
+                      engine.write_back(*batch, source, first, frames, core_->compute, stream);
+                    });
+  if (!one_pass) {
+    // The working set holds all rows; only the pages come and go.
+    change(engine, *batch);
+    for_device_passes(*batch, Access::kWrite, stream,
+                      [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
+                        engine.write_back(*batch, source, first, frames, core_->compute, stream);
+                      });
+  }
+  rows_written_ += count;
+}
+
+}  // namespace embermap

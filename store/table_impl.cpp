@@ -1,0 +1,385 @@
+#include "store/table_impl.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "base/checked.hpp"
+#include "io/npy.hpp"
+#include "kernels/rows.hpp"
+
+namespace embermap {
+namespace {
+// A gather of more ids is treated as several batches, so that its bookkeeping (20 bytes an id) stays small.
+constexpr std::uint64_t kGatherBlock = 1U << 20;
+}  // namespace
+
+TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEntry entry, File data, PageLedger ledger)
+    : core_{std::move(core)},
+      name_{std::move(name)},
+      schema_{entry.dim, entry.dtype, entry.optimizer},
+      writable_{!entry.adopted || entry.adopted_writable},
+      entry_{std::move(entry)},
+      step_{entry_.step} {
+  StoreCore* const shared = core_.get();  // outlives file_
+  file_ =
+      std::make_unique<PageFile>(name_, std::move(data), std::move(ledger), schema_, entry_.geometry, entry_.init, entry_.seed,
+                                 core_->compute, core_->io, [shared] { shared->mark.set(shared->commit.load()); });
+}
+
+void TableImpl::check_open() const {
+  core_->check_usable();
+  if (!file_) throw ClosedError(fmt::format("table '{}' was removed", printable(name_)));
+}
+
+void TableImpl::check_writable() const {
+  if (!core_->writable) throw ReadOnlyError(fmt::format("store {} is open read-only", printable(core_->path)));
+  if (!writable_) throw ReadOnlyError(fmt::format("table '{}' uses {} read-only", printable(name_), printable(*entry_.adopted)));
+}
+
+std::span<const std::uint64_t> TableImpl::checked_ids(std::span<const std::int64_t> ids) const {
+  if (const auto bad = first_bad_id(ids, entry_.geometry.rows, core_->compute))
+    throw RowIdError(name_, ids[*bad], *bad, entry_.geometry.rows);
+  // From here no id is negative, and signed and unsigned may alias.
+  return {reinterpret_cast<const std::uint64_t*>(ids.data()), ids.size()};
+}
+
+void TableImpl::check_size(std::uint64_t ids, std::uint64_t bytes, std::uint64_t row_bytes, std::string_view what) const {
+  if (bytes == checked_mul(ids, row_bytes, what)) return;
+  throw InvalidArgument(fmt::format("table '{}': {} ids, {} bytes of {}; {} bytes a row make {}", printable(name_), ids, bytes,
+                                    what, row_bytes, ids * row_bytes));
+}
+
+void TableImpl::check_gradient_dtype(DType dtype) const {
+  if (std::holds_alternative<std::monostate>(entry_.optimizer))
+    throw InvalidArgument(fmt::format("table '{}' has no optimizer; create it with one to update it", printable(name_)));
+  const bool half = schema_.dtype() == DType::kFloat16 || schema_.dtype() == DType::kBFloat16;
+  if (dtype != schema_.dtype() && !(half && dtype == DType::kFloat32))
+    throw DTypeError(fmt::format("table '{}' of {} cannot be updated with gradients of {}", printable(name_),
+                                 dtype_name(schema_.dtype()), dtype_name(dtype)));
+}
+
+HotPages& TableImpl::hot() {
+  if (HotPages* ready = hot_ready_.load(std::memory_order_acquire)) return *ready;
+  const std::lock_guard lock(hot_mutex_);
+  if (hot_) return *hot_;
+  if (share_.frames == 0) throw BudgetError(fmt::format("table '{}' has no share of the store's memory", printable(name_)));
+  if (share_.checksums) file_->ledger().keep_checksums();
+  hot_ = std::make_unique<HotPages>(*file_, share_.frames, core_->compute);
+  if (core_->device >= 0) {
+    pinned_ = PinnedRange(hot_->slab().data(), hot_->slab().bytes());
+    if (!pinned_.registered() && !core_->pin_warned.exchange(true))
+      std::fprintf(stderr, "embermap: warning: %s; rows travel through pageable copies\n", pinned_.error().c_str());
+  }
+  hot_ready_.store(hot_.get(), std::memory_order_release);
+  return *hot_;
+}
+
+std::byte* TableImpl::record(const HotPages& hot, std::uint64_t id, std::uint32_t frame) const {
+  return hot.frame(frame) + entry_.geometry.slot_of(id) * entry_.geometry.stride;
+}
+
+void TableImpl::pages_of(std::span<const std::uint64_t> ids, std::vector<std::uint64_t>& pages) const {
+  pages.resize(ids.size());
+  const std::uint64_t rows_per_page = entry_.geometry.rows_per_page;
+  core_->compute.parallel_for(ids.size(), 16384, [&](std::uint64_t begin, std::uint64_t end) {
+    for (std::uint64_t i = begin; i < end; ++i) pages[i] = ids[i] / rows_per_page;
+  });
+}
+
+void TableImpl::for_passes(const Batch& batch, Access access,
+                           const std::function<void(std::uint64_t, std::span<std::byte* const>)>& body) {
+  HotPages& pages_in_memory = hot();
+  std::vector<std::uint64_t> pages;
+  pages_of(batch.keys, pages);
+  std::vector<std::uint32_t> frames(pages.size());
+  std::vector<std::byte*> records(pages.size());
+  for (std::uint64_t begin = 0; begin < pages.size();) {
+    // Keys ascend, so a page's rows stand together and each page is read once.
+    std::uint64_t distinct = 1, end = begin + 1;
+    while (end < pages.size() && (pages[end] == pages[end - 1] || ++distinct <= pages_in_memory.frames())) ++end;
+    const std::span<const std::uint64_t> pass(pages.data() + begin, end - begin);
+    const std::span<std::uint32_t> places(frames.data() + begin, end - begin);
+    const auto hold = pages_in_memory.hold(pass, places, access);  // never nullopt: the pass was cut to fit
+    for (std::uint64_t i = begin; i < end; ++i) records[i] = record(pages_in_memory, batch.keys[i], frames[i]);
+    body(begin, {records.data() + begin, end - begin});
+    begin = end;
+  }
+}
+
+void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field_name) {
+  const std::shared_lock lock(rows_);
+  check_open();
+  const Field& field = schema_.field(field_name);
+  check_size(ids.size(), out.size(), field.bytes, "room for rows");
+  const auto rows = checked_ids(ids);
+  for (std::uint64_t at = 0; at < rows.size(); at += kGatherBlock)
+    gather_block(rows.subspan(at, std::min(kGatherBlock, rows.size() - at)), out.data() + at * field.bytes, field);
+  rows_gathered_ += ids.size();
+}
+
+void TableImpl::gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field) {
+  HotPages& pages_in_memory = hot();
+  std::vector<std::uint64_t> pages;
+  pages_of(ids, pages);
+  std::vector<std::uint32_t> frames(ids.size());
+  // Rows are copied in the order of the ids; sorting would cost more than it brings while all pages fit.
+  if (const auto hold = pages_in_memory.hold(pages, frames, Access::kRead)) {
+    std::vector<const std::byte*> rows(ids.size());
+    core_->compute.parallel_for(ids.size(), 16384, [&](std::uint64_t begin, std::uint64_t end) {
+      for (std::uint64_t i = begin; i < end; ++i) rows[i] = record(pages_in_memory, ids[i], frames[i]) + field.offset;
+    });
+    gather_rows(rows, field.bytes, out, core_->compute);
+    return;
+  }
+  const Batch batch = make_batch(ids, core_->compute);
+  std::vector<const std::byte*> rows;
+  for_passes(batch, Access::kRead, [&](std::uint64_t first, std::span<std::byte* const> records) {
+    const std::uint32_t from = batch.starts[first], to = batch.starts[first + records.size()];
+    rows.clear();
+    for (std::uint64_t u = 0; u < records.size(); ++u)
+      rows.insert(rows.end(), batch.starts[first + u + 1] - batch.starts[first + u], records[u] + field.offset);
+    gather_rows_to(rows, std::span(batch.positions).subspan(from, to - from), field.bytes, out, core_->compute);
+  });
+}
+
+void TableImpl::scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field_name) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  check_writable();
+  const Field& field = schema_.field(field_name);
+  check_size(ids.size(), rows.size(), field.bytes, "rows");
+  const auto keys = checked_ids(ids);
+  if (ids.empty()) return;
+  const Batch batch = make_batch(keys, core_->compute);
+  std::vector<std::byte*> places;
+  std::vector<std::uint32_t> last;
+  for_passes(batch, Access::kWrite, [&](std::uint64_t first, std::span<std::byte* const> records) {
+    places.resize(records.size());
+    last.resize(records.size());
+    for (std::uint64_t u = 0; u < records.size(); ++u) {
+      places[u] = records[u] + field.offset;
+      last[u] = batch.positions[batch.starts[first + u + 1] - 1];
+    }
+    scatter_rows(places, last, field.bytes, rows.data(), core_->compute);
+  });
+  rows_written_ += ids.size();
+}
+
+void TableImpl::add(std::span<const std::int64_t> ids, std::span<const std::byte> rows) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  check_writable();
+  check_size(ids.size(), rows.size(), schema_.fields()[0].bytes, "rows");
+  const auto keys = checked_ids(ids);
+  if (ids.empty()) return;
+  const Batch batch = make_batch(keys, core_->compute);
+  for_passes(batch, Access::kWrite, [&](std::uint64_t first, std::span<std::byte* const> records) {
+    add_rows(records, batch, first, schema_.dim(), schema_.dtype(), rows.data(), core_->compute);
+  });
+  rows_written_ += ids.size();
+}
+
+StepScalars TableImpl::next_step() const { return step_scalars(entry_.optimizer, step_.load() + 1); }
+
+void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  check_writable();
+  check_gradient_dtype(grad_dtype);
+  check_size(ids.size(), grads.size(), schema_.dim() * item_size(grad_dtype), "gradients");
+  const auto keys = checked_ids(ids);
+  if (ids.empty()) return;
+  const Batch batch = make_batch(keys, core_->compute);
+  const RecordLayout layout = schema_.layout(entry_.geometry.stride);
+  const StepScalars scalars = next_step();
+  for_passes(batch, Access::kWrite, [&](std::uint64_t first, std::span<std::byte* const> records) {
+    step_rows(records, batch, first, layout, scalars, grads.data(), grad_dtype, core_->compute);
+  });
+  ++step_;
+  entry_changed_ = true;
+  rows_written_ += ids.size();
+}
+
+void TableImpl::prefetch(std::span<const std::int64_t> ids) {
+  std::vector<std::uint64_t> pages;
+  {
+    const std::shared_lock lock(rows_);
+    check_open();
+    const auto keys = checked_ids(ids);
+    pages_of(keys, pages);
+    std::sort(pages.begin(), pages.end());
+    pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+  }
+  core_->prefetcher.add([self = shared_from_this(), pages = std::move(pages)]() mutable {
+    const std::shared_lock lock(self->rows_);
+    if (self->core_->closed.load() || !self->file_) return;
+    HotPages& pages_in_memory = self->hot();
+    // The table may have shrunk since.
+    std::erase_if(pages, [&](std::uint64_t page) { return page >= self->entry_.geometry.pages(); });
+    // More than half of the frames would push out what the batch now at work needs.
+    pages.resize(std::min<std::uint64_t>(pages.size(), std::max<std::uint64_t>(pages_in_memory.frames() / 2, 1)));
+    std::vector<std::uint32_t> frames(pages.size());
+    (void)pages_in_memory.hold(pages, frames, Access::kRead);
+  });
+}
+
+TableEntry TableImpl::entry() const {
+  const std::shared_lock lock(rows_);
+  check_open();
+  TableEntry entry = entry_;
+  entry.step = step_.load();
+  return entry;
+}
+
+void TableImpl::set_optimizer(const Optimizer& optimizer) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  check_writable();
+  check_optimizer(optimizer);
+  const Schema wanted(schema_.dim(), schema_.dtype(), optimizer);
+  const bool same_fields = std::equal(wanted.fields().begin(), wanted.fields().end(), schema_.fields().begin(),
+                                      schema_.fields().end(), [](const Field& a, const Field& b) { return a.name == b.name; });
+  if (optimizer.index() != entry_.optimizer.index() || !same_fields)
+    throw InvalidArgument(fmt::format("table '{}' keeps the state of '{}' in its records; only hyperparameters can be changed",
+                                      printable(name_), optimizer_name(entry_.optimizer)));
+  entry_.optimizer = optimizer;
+  entry_changed_ = true;
+}
+
+bool TableImpl::changed() const {
+  const std::shared_lock lock(rows_);
+  if (!file_) return false;
+  if (entry_changed_ || file_->ahead()) return true;
+  const HotPages* ready = hot_ready_.load(std::memory_order_acquire);
+  return ready != nullptr && ready->counts().dirty != 0;
+}
+
+void TableImpl::flush_and_sync() {
+  const std::unique_lock lock(rows_);
+  if (!file_) return;
+  if (hot_) hot_->flush();
+  if (file_->ahead()) file_->sync();
+}
+
+void TableImpl::mark_committed() { entry_changed_ = false; }
+
+void TableImpl::resize_files(std::uint64_t rows) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  const Geometry before = entry_.geometry;
+  Geometry after = before;
+  after.rows = rows;
+  // Rows of the old last page that come into being now hold what the page had behind its end: nothing. They get their initial
+  // values.
+  if (rows > before.rows && before.rows % before.rows_per_page != 0) {
+    const std::uint64_t page = before.pages() - 1;
+    if (file_->ledger().written(page)) {
+      const std::uint64_t last = std::min(rows, (page + 1) * before.rows_per_page);
+      std::vector<std::byte> page_memory(before.page_bytes());
+      PageBuffer buffer{page, page_memory.data()};
+      file_->read({&buffer, 1});
+      file_->data().resize(after.file_bytes());
+      file_->generate(before.rows, last - before.rows, page_memory.data() + before.slot_of(before.rows) * before.stride);
+      file_->set_geometry(after);
+      file_->ledger().resize(after.pages());
+      file_->write({&buffer, 1});
+    }
+  }
+  if (hot_) hot_->drop_all();
+  // The header never promises more than the file has: it is written after growing and before cutting.
+  if (rows > before.rows) file_->data().resize(after.file_bytes());
+  file_->data().write(0, table_header(schema_, after));
+  file_->data().resize(after.file_bytes());
+  file_->set_geometry(after);
+  if (file_->ledger().pages() != after.pages()) file_->ledger().resize(after.pages());
+  // The last page is shorter than it was: so is what its checksum covers.
+  if (rows < before.rows && rows % after.rows_per_page != 0) {
+    const std::uint64_t page = after.pages() - 1;
+    if (file_->ledger().written(page)) {
+      std::vector<std::byte> page_memory(after.page_bytes());
+      file_->data().read(after.offset_of(page), std::span(page_memory).first(after.bytes_in(page)));
+      PageBuffer buffer{page, page_memory.data()};
+      file_->write({&buffer, 1});
+    }
+  }
+  entry_.geometry = after;
+  file_->sync();
+}
+
+std::string table_header(const Schema& schema, const Geometry& geometry) {
+  if (!schema.structured())
+    return format_npy_header(npy_descr(schema.dtype()), {}, 0, {geometry.rows, schema.dim()}, geometry.data_offset);
+  std::vector<NpyField> fields;
+  for (const Field& field : schema.fields())
+    fields.push_back({field.name, std::string(npy_descr(field.dtype)), {schema.dim()}, field.offset, field.bytes});
+  return format_npy_header({}, fields, geometry.stride, {geometry.rows}, geometry.data_offset);
+}
+
+void TableImpl::set_share(const MemoryShare& share) {
+  const std::unique_lock lock(rows_);
+  if (share == share_) return;
+  share_ = share;
+  if (!hot_) return;
+  if (writable()) hot_->flush();
+  const HotPages::Counts counts = hot_->counts();
+  past_.hits += counts.hits;
+  past_.misses += counts.misses;
+  past_.evictions += counts.evictions;
+  hot_ready_ = nullptr;
+  pinned_ = {};
+  hot_.reset();
+}
+
+void TableImpl::close() noexcept {
+  const std::unique_lock lock(rows_);
+  hot_ready_ = nullptr;
+  pinned_ = {};
+  hot_.reset();
+  file_.reset();
+}
+
+std::filesystem::path TableImpl::data_path() const { return entry_.adopted ? *entry_.adopted : core_->path / (name_ + ".npy"); }
+
+std::uint64_t TableImpl::written_pages() const {
+  const std::shared_lock lock(rows_);
+  check_open();
+  return file_->ledger().count_written();
+}
+
+TableStats TableImpl::stats() const {
+  const std::shared_lock lock(rows_);
+  check_open();
+  TableStats stats;
+  HotPages::Counts counts;
+  {
+    const std::lock_guard hot_lock(hot_mutex_);
+    if (hot_) {
+      counts = hot_->counts();
+      stats.frames = hot_->frames();
+      stats.huge_pages = hot_->slab().huge_pages();
+      stats.registered = pinned_.registered();
+    }
+  }
+  const PageFile::Counters& file = file_->counters();
+  stats.hits = past_.hits + counts.hits;
+  stats.misses = past_.misses + counts.misses;
+  stats.evictions = past_.evictions + counts.evictions;
+  stats.resident_pages = counts.resident;
+  stats.dirty_pages = counts.dirty;
+  stats.write_backs = file.pages_written;
+  stats.pages_read = file.pages_read;
+  stats.pages_generated = file.pages_generated;
+  stats.bytes_read = file.bytes_read;
+  stats.bytes_written = file.bytes_written;
+  stats.rows_gathered = rows_gathered_;
+  stats.rows_written = rows_written_;
+  stats.page_bytes = entry_.geometry.page_bytes();
+  const std::uint64_t pages = entry_.geometry.pages();
+  stats.memory_bytes = PageLedger::bits_bytes(pages) + (share_.checksums ? PageLedger::checksum_bytes(pages) : 0) +
+                       stats.frames * (stats.page_bytes + HotPages::kFrameOverhead);
+  return stats;
+}
+
+}  // namespace embermap

@@ -1,0 +1,121 @@
+// The inside of a table. Private to store/.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <shared_mutex>
+#include <string>
+
+#include "kernels/batch.hpp"
+#include "store/hot_pages.hpp"
+#include "store/manifest.hpp"
+#include "store/page_file.hpp"
+#include "store/store_core.hpp"
+#include "store/table.hpp"
+
+namespace embermap {
+
+// What a table may take of the store's budget.
+struct MemoryShare {
+  std::uint64_t bytes = 0;
+  std::uint64_t frames = 0;
+  bool checksums = false;  // room to keep all page checksums in memory
+  bool operator==(const MemoryShare&) const = default;
+};
+
+// The .npy header of a table's own file.
+std::string table_header(const Schema& schema, const Geometry& geometry);
+
+// Lock order: Store::Impl's mutex, then a table's rows_, then hot_mutex_, then HotPages' own. Nothing calls back up with one of
+// them held.
+class TableImpl : public std::enable_shared_from_this<TableImpl> {
+ public:
+  TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEntry entry, File data, PageLedger ledger);
+
+  // The way of a batch on the host.
+  void gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field);
+  void scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field);
+  void add(std::span<const std::int64_t> ids, std::span<const std::byte> rows);
+  void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype);
+  void prefetch(std::span<const std::int64_t> ids);
+  // On a device (table_device.cpp).
+  void gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, std::string_view field,
+                     CudaStream stream);
+  void scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, std::string_view field,
+                      CudaStream stream);
+  void add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream);
+  void update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
+                     CudaStream stream);
+  // Past the hot pages (table_scan.cpp).
+  void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field);
+  void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
+  void materialize(const Progress& progress);
+  VerifyReport verify(const Progress& progress);
+  // Gives every written page the checksum of what it holds now.
+  void reseal();
+
+  // For the store. `entry` members that change (rows, optimizer, step) are read by entry().
+  TableEntry entry() const;
+  void set_optimizer(const Optimizer& optimizer);
+  bool changed() const;   // since the last mark_committed()
+  void flush_and_sync();  // dirty pages to the file, the file to the disk
+  void mark_committed();
+  // Brings the files, and entry(), to `rows`. Everything was committed before.
+  void resize_files(std::uint64_t rows);
+  void set_share(const MemoryShare& share);
+  void close() noexcept;
+
+  const std::string& name() const noexcept { return name_; }
+  const Schema& schema() const noexcept { return schema_; }
+  const std::shared_ptr<StoreCore>& core() const noexcept { return core_; }
+  std::filesystem::path data_path() const;
+  bool writable() const noexcept { return core_->writable && writable_; }
+  TableStats stats() const;
+  std::uint64_t written_pages() const;
+  void check_open() const;
+
+ private:
+  void check_writable() const;
+  std::span<const std::uint64_t> checked_ids(std::span<const std::int64_t> ids) const;  // throws RowIdError; rows_ must be held
+  void check_size(std::uint64_t ids, std::uint64_t bytes, std::uint64_t row_bytes, std::string_view what) const;
+  void check_gradient_dtype(DType dtype) const;
+  HotPages& hot();  // made at first use
+  StepScalars next_step() const;
+  void pages_of(std::span<const std::uint64_t> ids, std::vector<std::uint64_t>& pages) const;
+  std::byte* record(const HotPages& hot, std::uint64_t id, std::uint32_t frame) const;
+
+  // Calls body(first, records) for consecutive stretches of the batch's keys (row ids) that fit into memory together: records[i]
+  // is the record of keys[first + i], held during the call.
+  void for_passes(const Batch& batch, Access access, const std::function<void(std::uint64_t, std::span<std::byte* const>)>& body);
+  void gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
+
+  // Fetches `bytes` of every record of the batch, lets `change` work on them, and writes them back.
+  void change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
+                     const std::function<void(CudaEngine&, CudaBatch&)>& change);
+
+  // As for_passes, but over the pages of a device batch.
+  void for_device_passes(CudaBatch& batch, Access access, CudaStream stream,
+                         const std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>)>& body);
+
+  const std::shared_ptr<StoreCore> core_;
+  const std::string name_;
+  const Schema schema_;
+  bool writable_ = true;
+  // Shared by gathers and reads, alone for everything that changes rows, files or memory.
+  mutable std::shared_mutex rows_;
+  TableEntry entry_;
+  std::atomic<std::uint64_t> step_;
+  std::atomic<bool> entry_changed_{false};
+  std::unique_ptr<PageFile> file_;
+  MemoryShare share_;
+  mutable std::mutex hot_mutex_;
+  std::unique_ptr<HotPages> hot_;
+  PinnedRange pinned_;  // of hot_'s slab: ends before it
+  std::atomic<HotPages*> hot_ready_{nullptr};
+  HotPages::Counts past_;  // of hot pages that were given up for others
+  mutable std::atomic<std::uint64_t> rows_gathered_{0}, rows_written_{0};
+};
+
+}  // namespace embermap

@@ -1,0 +1,211 @@
+// Consecutive rows, past the hot pages.
+#include <fmt/format.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/checked.hpp"
+#include "io/checksum.hpp"
+#include "store/table_impl.hpp"
+
+namespace embermap {
+namespace {
+
+constexpr std::uint64_t kScanBytes = 4U << 20;  // pages in flight of one scan
+
+// Scratch for the pages of one step of a scan.
+class ScanBuffer {
+ public:
+  explicit ScanBuffer(const Geometry& geometry)
+      : page_bytes_{geometry.page_bytes()},
+        pages_{std::max<std::uint64_t>(1, kScanBytes / page_bytes_)},
+        memory_(std::min(pages_, std::max<std::uint64_t>(geometry.pages(), 1)) * page_bytes_) {
+    pages_ = memory_.size() / page_bytes_;
+  }
+  std::uint64_t pages() const noexcept { return pages_; }
+  std::byte* page(std::uint64_t index) noexcept { return memory_.data() + index * page_bytes_; }
+
+ private:
+  std::uint64_t page_bytes_;
+  std::uint64_t pages_;
+  std::vector<std::byte> memory_;
+};
+
+void check_range(std::string_view name, std::uint64_t first, std::uint64_t count, std::uint64_t rows) {
+  if (first > rows || count > rows - first)
+    throw InvalidArgument(
+        fmt::format("rows [{}, +{}) reach past the end of table '{}' with {} rows", first, count, printable(name), rows));
+}
+
+}  // namespace
+
+void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field_name) {
+  const std::shared_lock lock(rows_);
+  check_open();
+  const Field& field = schema_.field(field_name);
+  const Geometry& geometry = entry_.geometry;
+  check_range(name_, first, count, geometry.rows);
+  check_size(count, out.size(), field.bytes, "room for rows");
+  if (count == 0) return;
+  ScanBuffer scratch(geometry);
+  std::vector<std::uint64_t> pages;
+  std::vector<std::uint32_t> frames;
+  std::vector<PageBuffer> absent;
+  const std::uint64_t end_page = geometry.page_of(first + count - 1) + 1;
+  for (std::uint64_t page = geometry.page_of(first); page < end_page; page += pages.size()) {
+    pages.clear();
+    while (pages.size() < scratch.pages() && page + pages.size() < end_page) pages.push_back(page + pages.size());
+    frames.assign(pages.size(), HotPages::kAbsent);
+    HotPages* const ready = hot_ready_.load(std::memory_order_acquire);
+    std::optional<HotPages::Hold> hold;
+    if (ready != nullptr) hold.emplace(ready->hold_resident(pages, frames, Access::kRead));
+    absent.clear();
+    for (std::uint64_t i = 0; i < pages.size(); ++i)
+      if (frames[i] == HotPages::kAbsent) absent.push_back({pages[i], scratch.page(i)});
+    file_->read(absent);
+    core_->compute.parallel_for(pages.size(), 16, [&](std::uint64_t begin, std::uint64_t end) {
+      for (std::uint64_t i = begin; i < end; ++i) {
+        const std::byte* memory = frames[i] == HotPages::kAbsent ? scratch.page(i) : ready->frame(frames[i]);
+        const std::uint64_t page_first = pages[i] * geometry.rows_per_page;
+        const std::uint64_t from = std::max(first, page_first);
+        const std::uint64_t to = std::min(first + count, page_first + geometry.rows_in(pages[i]));
+        std::byte* target = out.data() + (from - first) * field.bytes;
+        const std::byte* source = memory + (from - page_first) * geometry.stride + field.offset;
+        if (field.bytes == geometry.stride) {
+          std::memcpy(target, source, (to - from) * field.bytes);
+          continue;
+        }
+        for (std::uint64_t row = from; row < to; ++row, target += field.bytes, source += geometry.stride)
+          std::memcpy(target, source, field.bytes);
+      }
+    });
+  }
+}
+
+void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field_name) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  check_writable();
+  const Field& field = schema_.field(field_name);
+  const Geometry& geometry = entry_.geometry;
+  check_range(name_, first, count, geometry.rows);
+  check_size(count, rows.size(), field.bytes, "rows");
+  if (count == 0) return;
+  ScanBuffer scratch(geometry);
+  std::vector<std::uint64_t> pages;
+  std::vector<std::uint32_t> frames;
+  std::vector<PageBuffer> reads, writes;
+  const std::uint64_t end_page = geometry.page_of(first + count - 1) + 1;
+  for (std::uint64_t page = geometry.page_of(first); page < end_page; page += pages.size()) {
+    pages.clear();
+    while (pages.size() < scratch.pages() && page + pages.size() < end_page) pages.push_back(page + pages.size());
+    frames.assign(pages.size(), HotPages::kAbsent);
+    std::optional<HotPages::Hold> hold;
+    if (hot_) hold.emplace(hot_->hold_resident(pages, frames, Access::kWrite));
+    const auto from_of = [&](std::uint64_t i) { return std::max(first, pages[i] * geometry.rows_per_page); };
+    const auto to_of = [&](std::uint64_t i) {
+      return std::min(first + count, pages[i] * geometry.rows_per_page + geometry.rows_in(pages[i]));
+    };
+    reads.clear();
+    writes.clear();
+    for (std::uint64_t i = 0; i < pages.size(); ++i) {
+      if (frames[i] != HotPages::kAbsent) continue;
+      writes.push_back({pages[i], scratch.page(i)});
+      // A page whose records are replaced as a whole need not be read.
+      if (field.bytes != geometry.stride || to_of(i) - from_of(i) != geometry.rows_in(pages[i]))
+        reads.push_back({pages[i], scratch.page(i)});
+    }
+    file_->read(reads);
+    for (std::uint64_t i = 0; i < pages.size(); ++i) {
+      std::byte* memory = frames[i] == HotPages::kAbsent ? scratch.page(i) : hot_->frame(frames[i]);
+      const std::byte* source = rows.data() + (from_of(i) - first) * field.bytes;
+      std::byte* target = memory + geometry.slot_of(from_of(i)) * geometry.stride + field.offset;
+      if (field.bytes == geometry.stride) {
+        std::memcpy(target, source, (to_of(i) - from_of(i)) * field.bytes);
+        continue;
+      }
+      for (std::uint64_t row = from_of(i); row < to_of(i); ++row, source += field.bytes, target += geometry.stride)
+        std::memcpy(target, source, field.bytes);
+    }
+    file_->write(writes);
+  }
+  rows_written_ += count;
+}
+
+void TableImpl::materialize(const Progress& progress) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  check_writable();
+  const Geometry& geometry = entry_.geometry;
+  ScanBuffer scratch(geometry);
+  std::vector<PageBuffer> fresh;
+  // Pages in memory that are dirty count as written once they are in the file.
+  if (hot_) hot_->flush();
+  for (std::uint64_t page = 0; page < geometry.pages();) {
+    fresh.clear();
+    for (; page < geometry.pages() && fresh.size() < scratch.pages(); ++page)
+      if (!file_->ledger().written(page)) fresh.push_back({page, scratch.page(fresh.size())});
+    file_->read(fresh);
+    file_->write(fresh);
+    if (progress) progress(page, geometry.pages());
+  }
+}
+
+VerifyReport TableImpl::verify(const Progress& progress) {
+  const std::unique_lock lock(rows_);
+  check_open();
+  if (hot_ && writable()) hot_->flush();
+  const Geometry& geometry = entry_.geometry;
+  const PageLedger& ledger = file_->ledger();
+  VerifyReport report;
+  report.pages = geometry.pages();
+  ScanBuffer scratch(geometry);
+  std::vector<std::uint32_t> recorded(scratch.pages());
+  std::vector<std::uint32_t> found(scratch.pages());
+  std::vector<bool> present(scratch.pages());
+  for (std::uint64_t first = 0; first < geometry.pages(); first += scratch.pages()) {
+    const std::uint64_t count = std::min(scratch.pages(), geometry.pages() - first);
+    for (std::uint64_t i = 0; i < count; ++i) present[i] = ledger.written(first + i);
+    if (std::find(present.begin(), present.begin() + static_cast<std::ptrdiff_t>(count), true) !=
+        present.begin() + static_cast<std::ptrdiff_t>(count)) {
+      ledger.read_checksums(first, std::span(recorded).first(count));
+      core_->io.parallel_for(count, std::max<std::uint64_t>(1, (256U << 10) / geometry.page_bytes()),
+                             [&](std::uint64_t begin, std::uint64_t end) {
+                               for (std::uint64_t i = begin; i < end; ++i) {
+                                 if (!present[i] || recorded[i] == 0) continue;
+                                 const std::span<std::byte> bytes(scratch.page(i), geometry.bytes_in(first + i));
+                                 file_->data().read(geometry.offset_of(first + i), bytes);
+                                 found[i] = page_checksum(bytes);
+                               }
+                             });
+      for (std::uint64_t i = 0; i < count; ++i) {
+        if (!present[i]) continue;
+        ++report.written;
+        if (recorded[i] == 0) continue;
+        ++report.verified;
+        if (recorded[i] == found[i]) continue;
+        ++report.bad_pages;
+        const std::uint64_t row = (first + i) * geometry.rows_per_page;
+        if (report.bad.size() < 1000) report.bad.push_back({first + i, row, row + geometry.rows_in(first + i) - 1});
+      }
+    }
+    if (progress) progress(first + count, geometry.pages());
+  }
+  return report;
+}
+
+void TableImpl::reseal() {
+  const std::unique_lock lock(rows_);
+  const Geometry& geometry = entry_.geometry;
+  ScanBuffer scratch(geometry);
+  for (std::uint64_t page = 0; page < geometry.pages(); ++page) {
+    if (!file_->ledger().written(page)) continue;
+    const std::span<std::byte> bytes(scratch.page(0), geometry.bytes_in(page));
+    file_->data().read(geometry.offset_of(page), bytes);
+    file_->ledger().record(page, page_checksum(bytes));
+  }
+  file_->ledger().flush();
+}
+
+}  // namespace embermap

@@ -1,0 +1,134 @@
+#include "store/page_ledger.hpp"
+
+#include <gtest/gtest.h>
+
+#include "base/error.hpp"
+#include "tests/store/store_fixture.hpp"
+
+namespace embermap {
+namespace {
+
+class PageLedgerTest : public testing::Test {
+ protected:
+  test::TemporaryDirectory directory_;
+  std::filesystem::path file_ = directory_ / "t.pages";
+  PageLedger create(std::uint64_t pages, bool adopted = false) {
+    return PageLedger::create(File::open(file_, File::Mode::kCreateNew), pages, adopted);
+  }
+  PageLedger reopen() { return PageLedger::open(File::open(file_, File::Mode::kReadWrite)); }
+};
+
+TEST_F(PageLedgerTest, RemembersBitsAndChecksumsAcrossOpens) {
+  for (const bool kept : {false, true}) {
+    std::filesystem::remove(file_);
+    {
+      PageLedger ledger = create(100'000);
+      if (kept) ledger.keep_checksums();
+      for (std::uint64_t page : {0U, 7U, 8U, 1023U, 1024U, 32768U, 99'999U})
+        ledger.record(page, static_cast<std::uint32_t>(page + 5));
+      ledger.record(9, 4);
+      ledger.forget(9);
+      ledger.flush();
+    }
+    PageLedger ledger = reopen();
+    EXPECT_EQ(ledger.pages(), 100'000U);
+    EXPECT_EQ(ledger.count_written(), 7U);
+    EXPECT_TRUE(ledger.written(1024));
+    EXPECT_FALSE(ledger.written(9));
+    EXPECT_FALSE(ledger.written(1025));
+    EXPECT_EQ(ledger.checksum(1024), std::nullopt) << "not in memory";
+    std::vector<std::uint32_t> sums(100'000);
+    ledger.read_checksums(0, sums);
+    EXPECT_EQ(sums[99'999], 100'004U);
+    EXPECT_EQ(sums[9], 0U);
+    ledger.keep_checksums();
+    EXPECT_EQ(ledger.checksum(1024), 1029U);
+    EXPECT_EQ(ledger.checksum(9), std::nullopt);
+  }
+}
+
+TEST_F(PageLedgerTest, UnflushedChecksumsAreSeen) {
+  PageLedger ledger = create(5000);
+  ledger.record(4000, 77);
+  EXPECT_EQ(ledger.checksum(4000), 77U);
+  std::vector<std::uint32_t> sums(10);
+  ledger.read_checksums(3995, sums);
+  EXPECT_EQ(sums[5], 77U);
+  EXPECT_EQ(sums[4], 0U);
+}
+
+TEST_F(PageLedgerTest, ManyUnflushedChecksumsFlushThemselves) {
+  PageLedger ledger = create(1'000'000);
+  for (std::uint64_t page = 0; page < 200'000; ++page) ledger.record(page * 5, static_cast<std::uint32_t>(page + 1));
+  std::vector<std::uint32_t> sums(1'000'000);
+  ledger.read_checksums(0, sums);
+  for (std::uint64_t page = 0; page < 200'000; ++page) ASSERT_EQ(sums[page * 5], page + 1);
+}
+
+TEST_F(PageLedgerTest, AnAdoptedFileHasAllPages) {
+  create(10, true);
+  const PageLedger ledger = reopen();
+  EXPECT_TRUE(ledger.written(9));
+  EXPECT_EQ(ledger.count_written(), 10U);
+}
+
+TEST_F(PageLedgerTest, ResizeForgetsWhatLiesBeyondTheEnd) {
+  for (const bool kept : {false, true}) {
+    std::filesystem::remove(file_);
+    PageLedger ledger = create(50'000);
+    if (kept) ledger.keep_checksums();
+    for (std::uint64_t page = 0; page < 50'000; page += 3) ledger.record(page, 9);
+    ledger.resize(10'001);
+    EXPECT_EQ(ledger.count_written(), 3334U);
+    ledger.resize(1'000'000);  // the bits need more room: the file is written anew
+    EXPECT_EQ(ledger.count_written(), 3334U);
+    EXPECT_TRUE(ledger.written(9999));
+    EXPECT_FALSE(ledger.written(30'000));
+    ledger.record(999'999, 3);
+    ledger.flush();
+    std::vector<std::uint32_t> sums(1'000'000);
+    ledger.read_checksums(0, sums);
+    EXPECT_EQ(sums[9999], 9U);
+    EXPECT_EQ(sums[30'000], 0U);
+    EXPECT_EQ(sums[999'999], 3U);
+    ledger.resize(0);
+    ledger.resize(20);
+    EXPECT_EQ(ledger.count_written(), 0U);
+    const PageLedger again = reopen();
+    EXPECT_EQ(again.pages(), 20U);
+    EXPECT_EQ(again.count_written(), 0U);
+  }
+}
+
+TEST_F(PageLedgerTest, ABillionPagesTakeNoDiskAndNoTime) {
+  PageLedger ledger = create(1'000'000'000);
+  ledger.record(999'999'999, 12);
+  ledger.flush();
+  struct stat status {};
+  ASSERT_EQ(::stat(file_.c_str(), &status), 0);
+  EXPECT_LT(status.st_blocks * 512, 1 << 20);
+  EXPECT_TRUE(reopen().written(999'999'999));
+}
+
+TEST_F(PageLedgerTest, RefusesForeignAndBrokenFiles) {
+  create(100);
+  const std::string good = test::file_text(file_);
+  const auto refused = [&](std::string text) {
+    test::write_text(file_, text);
+    return test::message_of<FormatError>([&] { reopen(); });
+  };
+  EXPECT_NE(refused("").find("truncated"), std::string::npos);
+  EXPECT_NE(refused(std::string(5000, 'x')).find("no magic"), std::string::npos);
+  EXPECT_NE(refused(good.substr(0, good.size() - 1)).find("truncated"), std::string::npos);
+  std::string newer = good;
+  newer[8] = 2;
+  EXPECT_NE(refused(newer).find("version 2"), std::string::npos);
+  for (std::size_t byte = 12; byte < 40; ++byte) {
+    std::string flipped = good;
+    flipped[byte] = static_cast<char>(flipped[byte] ^ 0x40);
+    EXPECT_FALSE(refused(flipped).empty()) << byte;
+  }
+}
+
+}  // namespace
+}  // namespace embermap
