@@ -25,7 +25,8 @@ EMBERMAP_HOST_DEVICE inline float bits_float(std::uint32_t bits) {
   memcpy(&value, &bits, sizeof value);
   return value;
 }
-// All ones if a < b, for a and b in [0, 2^31): where `?:` may become a branch, this stays arithmetic, and loops become vector code.
+// All ones if a < b, for a and b in [0, 2^31): where `?:` may become a branch, this stays arithmetic, and loops become vector
+// code.
 EMBERMAP_HOST_DEVICE inline std::uint32_t mask_if_less(std::uint32_t a, std::uint32_t b) {
   return static_cast<std::uint32_t>(static_cast<std::int32_t>(a - b) >> 31);
 }
@@ -54,7 +55,8 @@ struct Float16 {
   EMBERMAP_HOST_DEVICE explicit Float16(float value) {
     const std::uint32_t b = detail::float_bits(value);
     const std::uint32_t magnitude = b & 0x7FFFFFFFU;
-    // From 2^-14 to 65520: the exponent moves by 112 and the mantissa loses 13 bits, rounded to even; a carry moves on to the exponent.
+    // From 2^-14 to 65520: the exponent moves by 112 and the mantissa loses 13 bits, rounded to even; a carry moves on to the
+    // exponent.
     const std::uint32_t normal = (magnitude + 0xFFFU + ((magnitude >> 13) & 1U) - (112U << 23)) >> 13;
     // Below 2^-14: a multiple of 2^-24, which is the spacing of 0.5, so that adding 0.5 rounds to it.
     const std::uint32_t is_small = detail::mask_if_less(magnitude, 0x38800000U);

@@ -1,6 +1,7 @@
-// One loop, compiled for several vector widths, chosen when the program runs. The project is built for baseline x86-64; hot loops are
-// compiled once more for AVX2 and AVX-512. A plain if, not an ifunc (target_clones): it works for templates, with clang, and under the
-// sanitizers. Loops that use only IEEE operations, compiled without contraction to fused multiply-add, give the same bits on every level.
+// One loop, compiled for several vector widths, chosen when the program runs. The project is built for baseline x86-64; hot loops
+// are compiled once more for AVX2 and AVX-512. A plain if, not an ifunc (target_clones): it works for templates, with clang, and
+// under the sanitizers. Loops that use only IEEE operations, compiled without contraction to fused multiply-add, give the same
+// bits on every level.
 #pragma once
 
 #include <atomic>

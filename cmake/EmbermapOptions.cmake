@@ -12,12 +12,6 @@ set_property(CACHE EMBERMAP_CUDA EMBERMAP_NN PROPERTY STRINGS AUTO ON OFF)
 
 if(EMBERMAP_DEPS)
   list(PREPEND CMAKE_PREFIX_PATH ${EMBERMAP_DEPS})
-  # Debian puts HDF5 one folder deeper, where FindHDF5 is led only by h5cc, which names the places under /usr.
-  list(APPEND CMAKE_INCLUDE_PATH ${EMBERMAP_DEPS}/include/hdf5/serial)
-  list(APPEND CMAKE_LIBRARY_PATH ${EMBERMAP_DEPS}/lib/${CMAKE_LIBRARY_ARCHITECTURE}/hdf5/serial)
-  if(EXISTS ${EMBERMAP_DEPS}/include/hdf5/serial/hdf5.h)
-    set(HDF5_C_COMPILER_EXECUTABLE HDF5_C_COMPILER_EXECUTABLE-NOTFOUND)
-  endif()
   # For what no package file speaks for. Behind everything else, so that no header of the system is replaced by it.
   include_directories(SYSTEM AFTER ${EMBERMAP_DEPS}/include)
 endif()

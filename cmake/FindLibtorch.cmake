@@ -35,8 +35,11 @@ if(Libtorch_FOUND AND NOT TARGET Libtorch::torch)
   add_library(Libtorch::torch INTERFACE IMPORTED)
   target_include_directories(Libtorch::torch SYSTEM INTERFACE ${Libtorch_INCLUDE_DIR}
                              ${Libtorch_INCLUDE_DIR}/torch/csrc/api/include)
-  # libtorch itself holds no symbols: it is what loads libtorch_cuda, and some linkers drop libraries nothing is taken from.
-  target_link_libraries(Libtorch::torch INTERFACE "-Wl,--push-state,--no-as-needed,${Libtorch_LIBRARY},--pop-state"
+  # libstdc++ stands first: libtorch and libtorch_cpu of the wheels export parts of a newer libstdc++ (std::filesystem among them) that call
+  # what only their own build has, and a program that found those before the real ones would jump to a null pointer.
+  # libtorch holds nothing anyone refers to: it is what loads libtorch_cuda, and some linkers drop libraries nothing is taken from.
+  target_link_libraries(Libtorch::torch INTERFACE
+                        "-Wl,--push-state,--no-as-needed,-lstdc++,${Libtorch_LIBRARY},--pop-state"
                         ${Libtorch_CPU_LIBRARY} ${Libtorch_C10_LIBRARY})
   if(Libtorch_C10_CUDA_LIBRARY)
     add_library(Libtorch::c10_cuda INTERFACE IMPORTED)

@@ -273,10 +273,11 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   manifest.tables.emplace(name, entry);
   const auto shares = plan(core_->memory, manifest.tables);
   auto table = open_table(name, entry);
+  apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
+  table->set_share(shares.at(name));
   manifest.save(core_->path, core_->ops);
   manifest_ = std::move(manifest);
   tables_.emplace(name, table);
-  apply(shares);
   return Table(std::move(table));
 }
 
@@ -436,14 +437,16 @@ std::uint64_t Store::Impl::commit() {
 }
 
 std::uint64_t Store::Impl::commit_locked(bool even_unchanged) {
+  // All tables stand still together, so that what is committed is one moment of all of them.
+  std::vector<std::unique_lock<std::shared_mutex>> still;
   bool changed = even_unchanged;
-  for (const auto& [name, table] : tables_) changed = changed || table->changed();
+  for (const auto& [name, table] : tables_) {
+    still.push_back(table->stand_still());
+    changed = changed || table->changed();
+  }
   if (!changed) return manifest_.commit;
   Manifest manifest = manifest_;
-  for (const auto& [name, table] : tables_) {
-    table->flush_and_sync();
-    manifest.tables.insert_or_assign(name, table->entry());
-  }
+  for (const auto& [name, table] : tables_) manifest.tables.insert_or_assign(name, table->flush_and_sync());
   ++manifest.commit;
   manifest.save(core_->path, core_->ops);
   manifest_ = std::move(manifest);

@@ -30,8 +30,9 @@ void Table::scatter(std::span<const std::int64_t> ids, std::span<const std::byte
   impl_->scatter(ids, rows, field);
 }
 void Table::add(std::span<const std::int64_t> ids, std::span<const std::byte> rows) { impl_->add(ids, rows); }
-void Table::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype) {
-  impl_->update(ids, grads, grad_dtype);
+void Table::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
+                   std::optional<double> lr) {
+  impl_->update(ids, grads, grad_dtype, lr);
 }
 void Table::prefetch(std::span<const std::int64_t> ids) { impl_->prefetch(ids); }
 
@@ -47,8 +48,8 @@ void Table::add(int device, const std::int64_t* ids, std::uint64_t count, const 
   impl_->add_device(device, ids, count, rows, stream);
 }
 void Table::update(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-                   CudaStream stream) {
-  impl_->update_device(device, ids, count, grads, grad_dtype, stream);
+                   CudaStream stream, std::optional<double> lr) {
+  impl_->update_device(device, ids, count, grads, grad_dtype, stream, lr);
 }
 
 void Table::read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field) {

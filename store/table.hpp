@@ -100,8 +100,10 @@ class Table {
   void scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field = "weight");
   // Adds to the weights.
   void add(std::span<const std::int64_t> ids, std::span<const std::byte> rows);
-  // One optimizer step; grads = ids.size() x dim elements of the weight's dtype, or of float32 for half-precision rows.
-  void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype);
+  // One optimizer step; grads = ids.size() x dim elements of the weight's dtype, or of float32 for half-precision rows. `lr`
+  // replaces the optimizer's learning rate for this step alone.
+  void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
+              std::optional<double> lr = {});
   // Brings pages of these rows into memory, as many as fit. Bad ids are refused.
   void prefetch(std::span<const std::int64_t> ids);
 
@@ -113,7 +115,7 @@ class Table {
                CudaStream stream);
   void add(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream);
   void update(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-              CudaStream stream);
+              CudaStream stream, std::optional<double> lr = {});
 
   // Consecutive rows [first, first + count) past the hot pages: for scans, import and export; they evict nothing.
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field = "weight");

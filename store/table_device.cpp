@@ -80,16 +80,17 @@ void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t co
 }
 
 void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-                              CudaStream stream) {
+                              CudaStream stream, std::optional<double> lr) {
   {
     const std::shared_lock lock(rows_);
     check_open();
     check_writable();
     check_gradient_dtype(grad_dtype);
+    (void)next_step(lr);  // an lr that cannot be is refused before anything happens
   }
   const RecordLayout layout = schema_.layout(entry_.geometry.stride);
   change_device(device, ids, count, schema_.record_bytes(), stream, [&](CudaEngine& engine, CudaBatch& batch) {
-    engine.step(batch, layout, next_step(), grads, grad_dtype, stream);
+    engine.step(batch, layout, next_step(lr), grads, grad_dtype, stream);
     ++step_;
     entry_changed_ = true;
   });

@@ -181,19 +181,28 @@ void TableImpl::add(std::span<const std::int64_t> ids, std::span<const std::byte
   rows_written_ += ids.size();
 }
 
-StepScalars TableImpl::next_step() const { return step_scalars(entry_.optimizer, step_.load() + 1); }
+StepScalars TableImpl::next_step(std::optional<double> lr) const {
+  Optimizer optimizer = entry_.optimizer;
+  if (lr) {
+    if (auto* sgd = std::get_if<Sgd>(&optimizer)) sgd->lr = *lr;
+    if (auto* adagrad = std::get_if<Adagrad>(&optimizer)) adagrad->lr = *lr;
+    check_optimizer(optimizer);
+  }
+  return step_scalars(optimizer, step_.load() + 1);
+}
 
-void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype) {
+void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
+                       std::optional<double> lr) {
   const std::unique_lock lock(rows_);
   check_open();
   check_writable();
   check_gradient_dtype(grad_dtype);
   check_size(ids.size(), grads.size(), schema_.dim() * item_size(grad_dtype), "gradients");
+  const StepScalars scalars = next_step(lr);
   const auto keys = checked_ids(ids);
   if (ids.empty()) return;
   const Batch batch = make_batch(keys, core_->compute);
   const RecordLayout layout = schema_.layout(entry_.geometry.stride);
-  const StepScalars scalars = next_step();
   for_passes(batch, Access::kWrite, [&](std::uint64_t first, std::span<std::byte* const> records) {
     step_rows(records, batch, first, layout, scalars, grads.data(), grad_dtype, core_->compute);
   });
@@ -248,19 +257,16 @@ void TableImpl::set_optimizer(const Optimizer& optimizer) {
   entry_changed_ = true;
 }
 
-bool TableImpl::changed() const {
-  const std::shared_lock lock(rows_);
-  if (!file_) return false;
-  if (entry_changed_ || file_->ahead()) return true;
-  const HotPages* ready = hot_ready_.load(std::memory_order_acquire);
-  return ready != nullptr && ready->counts().dirty != 0;
-}
+std::unique_lock<std::shared_mutex> TableImpl::stand_still() { return std::unique_lock(rows_); }
 
-void TableImpl::flush_and_sync() {
-  const std::unique_lock lock(rows_);
-  if (!file_) return;
-  if (hot_) hot_->flush();
+bool TableImpl::changed() const { return entry_changed_ || file_->ahead() || (hot_ && hot_->counts().dirty != 0); }
+
+TableEntry TableImpl::flush_and_sync() {
+  if (hot_ && writable()) hot_->flush();
   if (file_->ahead()) file_->sync();
+  TableEntry entry = entry_;
+  entry.step = step_.load();
+  return entry;
 }
 
 void TableImpl::mark_committed() { entry_changed_ = false; }

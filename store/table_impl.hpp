@@ -38,7 +38,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field);
   void scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field);
   void add(std::span<const std::int64_t> ids, std::span<const std::byte> rows);
-  void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype);
+  void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype, std::optional<double> lr);
   void prefetch(std::span<const std::int64_t> ids);
   // On a device (table_device.cpp).
   void gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, std::string_view field,
@@ -47,7 +47,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
                       CudaStream stream);
   void add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream);
   void update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-                     CudaStream stream);
+                     CudaStream stream, std::optional<double> lr);
   // Past the hot pages (table_scan.cpp).
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field);
   void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
@@ -59,8 +59,10 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // For the store. `entry` members that change (rows, optimizer, step) are read by entry().
   TableEntry entry() const;
   void set_optimizer(const Optimizer& optimizer);
-  bool changed() const;   // since the last mark_committed()
-  void flush_and_sync();  // dirty pages to the file, the file to the disk
+  // Keeps everybody else out while the lock lives: the commit of all tables is one moment. For the three below.
+  std::unique_lock<std::shared_mutex> stand_still();
+  bool changed() const;         // since the last mark_committed()
+  TableEntry flush_and_sync();  // dirty pages to the file, the file to the disk; the entry to record
   void mark_committed();
   // Brings the files, and entry(), to `rows`. Everything was committed before.
   void resize_files(std::uint64_t rows);
@@ -81,8 +83,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::span<const std::uint64_t> checked_ids(std::span<const std::int64_t> ids) const;  // throws RowIdError; rows_ must be held
   void check_size(std::uint64_t ids, std::uint64_t bytes, std::uint64_t row_bytes, std::string_view what) const;
   void check_gradient_dtype(DType dtype) const;
-  HotPages& hot();  // made at first use
-  StepScalars next_step() const;
+  HotPages& hot();                                        // made at first use
+  StepScalars next_step(std::optional<double> lr) const;  // throws InvalidArgument for an lr that cannot be
   void pages_of(std::span<const std::uint64_t> ids, std::vector<std::uint64_t>& pages) const;
   std::byte* record(const HotPages& hot, std::uint64_t id, std::uint32_t frame) const;
 
