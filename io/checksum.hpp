@@ -1,0 +1,16 @@
+// XXH3, the checksum of pages and log records.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace embermap {
+
+// The low 32 bits of XXH3 (64 bits, seed 0) of `bytes`, with 0 replaced by 1: in our files 0 means "none recorded".
+std::uint32_t page_checksum(std::span<const std::byte> bytes) noexcept;
+
+// XXH3 (64 bits, seed 0) of `bytes`.
+std::uint64_t checksum64(std::span<const std::byte> bytes) noexcept;
+
+}  // namespace embermap

@@ -1,0 +1,193 @@
+#include "io/describe_hdf5.hpp"
+
+#include <fmt/format.h>
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <exception>
+#include <span>
+#include <string_view>
+#include <utility>
+
+#include "base/error.hpp"
+#include "io/file.hpp"
+#include "io/hdf5.hpp"
+
+namespace embermap {
+namespace {
+
+using hdf5::DatasetId;
+using hdf5::FileId;
+using hdf5::ObjectId;
+using hdf5::PropertyId;
+using hdf5::SpaceId;
+using hdf5::TypeId;
+
+Hdf5Filter describe_filter(hid_t properties, unsigned index) {
+  unsigned flags = 0, config = 0;
+  std::size_t values = 0;
+  std::array<char, 256> name{};
+  const H5Z_filter_t id = H5Pget_filter2(properties, index, &flags, &values, nullptr, name.size() - 1, name.data(), &config);
+  Hdf5Filter filter;
+  filter.id = id;
+  filter.optional = (flags & H5Z_FLAG_OPTIONAL) != 0;
+  filter.available = H5Zfilter_avail(id) > 0;
+  filter.lossy = id == H5Z_FILTER_SCALEOFFSET;
+  struct Known {
+    int id;
+    const char* name;
+  };
+  static constexpr std::array<Known, 14> kKnown{{{1, "gzip"},
+                                                 {2, "shuffle"},
+                                                 {3, "fletcher32"},
+                                                 {4, "szip"},
+                                                 {5, "nbit"},
+                                                 {6, "scaleoffset"},
+                                                 {307, "bzip2"},
+                                                 {32000, "lzf"},
+                                                 {32001, "blosc"},
+                                                 {32004, "lz4"},
+                                                 {32008, "bitshuffle"},
+                                                 {32013, "zfp"},
+                                                 {32015, "zstd"},
+                                                 {32026, "blosc2"}}};
+  for (const Known& known : kKnown)
+    if (known.id == id) filter.name = known.name;
+  if (filter.name.empty()) filter.name = name[0] != '\0' ? name.data() : fmt::format("filter {}", id);
+  return filter;
+}
+
+void describe_layout(hid_t properties, Hdf5Dataset& out) {
+  switch (H5Pget_layout(properties)) {
+    case H5D_COMPACT: out.layout = "compact"; break;
+    case H5D_CONTIGUOUS: out.layout = "contiguous"; break;
+    case H5D_CHUNKED: {
+      out.layout = "chunked";
+      std::array<hsize_t, H5S_MAX_RANK> chunk{};
+      const int rank = H5Pget_chunk(properties, H5S_MAX_RANK, chunk.data());
+      if (rank > 0) out.chunk.assign(chunk.begin(), chunk.begin() + rank);
+      break;
+    }
+    case H5D_VIRTUAL: {
+      out.layout = "virtual";
+      std::size_t mappings = 0;
+      H5Pget_virtual_count(properties, &mappings);
+      for (std::size_t i = 0; i < mappings; ++i) {
+        const ssize_t length = H5Pget_virtual_filename(properties, i, nullptr, 0);
+        if (length <= 0) continue;
+        std::string name(static_cast<std::size_t>(length) + 1, '\0');
+        H5Pget_virtual_filename(properties, i, name.data(), name.size());
+        name.resize(static_cast<std::size_t>(length));
+        if (std::find(out.other_files.begin(), out.other_files.end(), name) == out.other_files.end())
+          out.other_files.push_back(std::move(name));
+      }
+      break;
+    }
+    default: out.layout = "unknown"; break;
+  }
+  const int externals = H5Pget_external_count(properties);
+  for (int i = 0; i < externals; ++i) {
+    out.layout = "external";
+    std::array<char, 4097> name{};
+    off_t offset = 0;
+    hsize_t bytes = 0;
+    if (H5Pget_external(properties, static_cast<unsigned>(i), name.size() - 1, name.data(), &offset, &bytes) >= 0)
+      out.other_files.emplace_back(name.data());
+  }
+  const int filters = H5Pget_nfilters(properties);
+  for (int i = 0; i < filters; ++i) out.filters.push_back(describe_filter(properties, static_cast<unsigned>(i)));
+}
+
+Hdf5Dataset describe_dataset(const std::filesystem::path& file, hid_t file_id, const std::string& path) {
+  const DatasetId dataset{H5Dopen2(file_id, path.c_str(), hdf5::link_access(H5P_DATASET_ACCESS).id())};
+  const TypeId type{dataset ? H5Dget_type(dataset.id()) : H5I_INVALID_HID};
+  const PropertyId properties{type ? H5Dget_create_plist(dataset.id()) : H5I_INVALID_HID};
+  const SpaceId space{properties ? H5Dget_space(dataset.id()) : H5I_INVALID_HID};
+  if (!space) hdf5::throw_last(file, fmt::format("cannot open {}", printable(path)));
+
+  Hdf5Dataset out;
+  out.path = path;
+  hdf5::ElementType element = hdf5::describe_type(type.id());
+  out.dtype = std::move(element.text);
+  if (element.element) out.element = element.element->dtype;
+  out.element_shape = std::move(element.array);
+  switch (H5Sget_simple_extent_type(space.id())) {
+    case H5S_SCALAR: out.space = Hdf5Dataset::Space::kScalar; break;
+    case H5S_NULL: out.space = Hdf5Dataset::Space::kNull; break;
+    default: {
+      std::array<hsize_t, H5S_MAX_RANK> shape{}, most{};
+      const int rank = H5Sget_simple_extent_dims(space.id(), shape.data(), most.data());
+      if (rank < 0) hdf5::throw_last(file, fmt::format("cannot read the shape of {}", printable(path)));
+      out.shape.assign(shape.begin(), shape.begin() + rank);
+      for (const hsize_t dim : std::span(most.data(), static_cast<std::size_t>(rank)))
+        out.max_shape.push_back(dim == H5S_UNLIMITED ? Hdf5Dataset::kUnlimited : dim);
+    }
+  }
+  describe_layout(properties.id(), out);
+  if (out.layout != "virtual") out.stored_bytes = H5Dget_storage_size(dataset.id());
+  return out;
+}
+
+struct Found {
+  std::vector<std::string> datasets;
+  std::vector<Hdf5Link> links;
+  std::exception_ptr error;  // exceptions do not cross the library's C frames
+};
+
+herr_t visit_link(hid_t group, const char* name, const H5L_info_t* info, void* data) {
+  auto& found = *static_cast<Found*>(data);
+  try {
+    const std::string path = std::string("/") + name;
+    if (info->type == H5L_TYPE_HARD) {
+      const ObjectId object{H5Oopen(group, name, H5P_DEFAULT)};
+      if (!object) return -1;
+      if (H5Iget_type(object.id()) == H5I_DATASET) found.datasets.push_back(path);
+      return 0;
+    }
+    std::vector<char> value(info->u.val_size + 1, '\0');
+    if (H5Lget_val(group, name, value.data(), info->u.val_size, H5P_DEFAULT) < 0) return -1;
+    std::string target = value.data();
+    if (info->type == H5L_TYPE_EXTERNAL) {
+      const char *other = nullptr, *object = nullptr;
+      unsigned flags = 0;
+      if (H5Lunpack_elink_val(value.data(), info->u.val_size, &flags, &other, &object) < 0) return -1;
+      target = fmt::format("{}:{}", other, object);
+    }
+    found.links.push_back({path, std::move(target)});
+    return 0;
+  } catch (...) {
+    found.error = std::current_exception();
+    return -1;
+  }
+}
+
+}  // namespace
+
+bool is_hdf5(const std::filesystem::path& path) {
+  constexpr std::string_view kSignature{"\x89HDF\r\n\x1a\n", 8};
+  const File file = File::open(path, File::Mode::kRead);
+  const std::uint64_t size = file.size();
+  for (std::uint64_t at = 0; at < size && at < std::uint64_t{1} << 62; at = at == 0 ? 512 : at * 2) {
+    std::array<std::byte, kSignature.size()> bytes{};
+    if (file.read_some(at, bytes) == bytes.size() && std::memcmp(bytes.data(), kSignature.data(), bytes.size()) == 0) return true;
+  }
+  return false;
+}
+
+Hdf5Contents describe_hdf5(const std::filesystem::path& file) {
+  const FileId opened = hdf5::open_for_reading(file);
+  hdf5::register_lzf();
+  const hdf5::Session quiet;
+  Found found;
+  if (H5Lvisit_by_name(opened.id(), "/", H5_INDEX_NAME, H5_ITER_INC, visit_link, &found, H5P_DEFAULT) < 0) {
+    if (found.error) std::rethrow_exception(found.error);
+    hdf5::throw_last(file, "cannot list the datasets");
+  }
+  std::sort(found.datasets.begin(), found.datasets.end());
+  Hdf5Contents contents;
+  contents.links = std::move(found.links);
+  for (const std::string& path : found.datasets) contents.datasets.push_back(describe_dataset(file, opened.id(), path));
+  return contents;
+}
+
+}  // namespace embermap

@@ -1,0 +1,213 @@
+#include "io/elements.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstring>
+
+#include "base/checked.hpp"
+#include "base/error.hpp"
+#include "base/size_text.hpp"
+
+namespace embermap {
+namespace {
+
+constexpr std::uint64_t kBufferBytes = 16_MiB;
+
+template <class Word>
+void swap_words(std::byte* data, std::uint64_t count) {
+  for (std::uint64_t i = 0; i < count; ++i) {
+    Word word;
+    std::memcpy(&word, data + i * sizeof(Word), sizeof(Word));
+    if constexpr (sizeof(Word) == 2)
+      word = __builtin_bswap16(word);
+    else if constexpr (sizeof(Word) == 4)
+      word = __builtin_bswap32(word);
+    else
+      word = __builtin_bswap64(word);
+    std::memcpy(data + i * sizeof(Word), &word, sizeof(Word));
+  }
+}
+
+template <std::size_t kItem>
+void pick_items(const std::byte* in, std::uint64_t count, std::uint64_t stride, std::byte* out, std::uint64_t out_stride) {
+  for (std::uint64_t i = 0; i < count; ++i) std::memcpy(out + i * out_stride, in + i * stride, kItem);
+}
+
+// Copies `count` items that lie `stride` apart to places `out_stride` apart.
+void pick(const std::byte* in, std::uint64_t count, std::uint64_t item, std::uint64_t stride, std::byte* out,
+          std::uint64_t out_stride) {
+  switch (item) {
+    case 1: return pick_items<1>(in, count, stride, out, out_stride);
+    case 2: return pick_items<2>(in, count, stride, out, out_stride);
+    case 4: return pick_items<4>(in, count, stride, out, out_stride);
+    case 8: return pick_items<8>(in, count, stride, out, out_stride);
+    default:
+      for (std::uint64_t i = 0; i < count; ++i) std::memcpy(out + i * out_stride, in + i * stride, item);
+  }
+}
+
+}  // namespace
+
+void decode_elements(const ElementFormat& format, std::byte* data, std::uint64_t count) {
+  if (format.boolean)
+    for (std::uint64_t i = 0; i < count; ++i) data[i] = data[i] == std::byte{0} ? std::byte{0} : std::byte{1};
+  if (!format.swap) return;
+  switch (item_size(format.dtype)) {
+    case 2: return swap_words<std::uint16_t>(data, count);
+    case 4: return swap_words<std::uint32_t>(data, count);
+    case 8: return swap_words<std::uint64_t>(data, count);
+    default: return;
+  }
+}
+
+std::string table_dtypes() {
+  std::string out;
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat64, DType::kInt8, DType::kUInt8,
+                            DType::kInt32, DType::kInt64}) {
+    out += out.empty() ? "" : ", ";
+    out += dtype_name(dtype);
+  }
+  return out + " (bool is read as uint8)";
+}
+
+std::string shape_to_text(std::span<const std::uint64_t> shape) {
+  std::string out = "(";
+  for (std::size_t i = 0; i < shape.size(); ++i) out += fmt::format("{}{}", i > 0 ? ", " : "", shape[i]);
+  out += shape.size() == 1 ? ",)" : ")";
+  return out;
+}
+
+void check_requested_dtype(std::string_view where, DType found, const std::optional<DType>& requested) {
+  if (requested && *requested != found)
+    throw DTypeError(fmt::format("{} holds {}, not {}: it cannot be taken as that, only converted after reading", where,
+                                 dtype_name(found), dtype_name(*requested)));
+}
+
+void check_row_range(std::string_view where, std::uint64_t first, std::uint64_t count, std::uint64_t rows) {
+  if (first > rows || count > rows - first)
+    throw InvalidArgument(fmt::format("{}: rows [{}, +{}) are not within its {} rows", where, first, count, rows));
+}
+
+StridedRows::StridedRows(ReadBytes source, const StridedLayout& layout) : source_{std::move(source)}, layout_{layout} {}
+
+std::span<std::byte> StridedRows::buffer(std::uint64_t bytes) {
+  if (buffer_.size() < bytes) buffer_.resize(bytes);
+  return std::span(buffer_).first(bytes);
+}
+
+void StridedRows::read(std::uint64_t first, std::uint64_t count, std::byte* out) {
+  if (count == 0) return;
+  const StridedLayout& at = layout_;
+  const std::uint64_t element = item_size(at.element.dtype);
+  const std::uint64_t row_bytes = at.dim * element;
+  const bool row_is_dense = at.dim == 1 || at.column_stride == element;
+  const std::uint64_t offset = at.offset + first * at.row_stride;
+  if (row_is_dense && (at.rows == 1 || at.row_stride == row_bytes))
+    source_(offset, {out, count * row_bytes});
+  else if (row_is_dense)
+    read_strided(offset, count, row_bytes, at.row_stride, out);
+  else if (at.rows == 1 || at.row_stride == at.dim * at.column_stride)
+    read_strided(offset, count * at.dim, element, at.column_stride, out);
+  else
+    read_columns(first, count, out);
+  decode_elements(at.element, out, count * at.dim);
+}
+
+void StridedRows::read_strided(std::uint64_t offset, std::uint64_t count, std::uint64_t item, std::uint64_t stride,
+                               std::byte* out) {
+  // What lies between is read along, unless it is so much that many small reads cost less.
+  const bool sparse = stride >= 256_KiB && stride / 16 >= item;
+  const std::uint64_t per_read = sparse ? 1 : std::max<std::uint64_t>(1, kBufferBytes / 4 / stride);
+  for (std::uint64_t done = 0; done < count;) {
+    const std::uint64_t now = std::min(per_read, count - done);
+    if (now == 1) {
+      source_(offset + done * stride, {out + done * item, item});
+    } else {
+      const auto block = buffer((now - 1) * stride + item);
+      source_(offset + done * stride, block);
+      pick(block.data(), now, item, stride, out + done * item, item);
+    }
+    done += now;
+  }
+}
+
+// Column by column in slices of many rows. Several columns are held at once, so that a row's part is written in one place, not
+// element by element all over the block.
+void StridedRows::read_columns(std::uint64_t first, std::uint64_t count, std::byte* out) {
+  const StridedLayout& at = layout_;
+  const std::uint64_t element = item_size(at.element.dtype);
+  const std::uint64_t row_bytes = at.dim * element;
+  const std::uint64_t columns_at_once = std::min<std::uint64_t>(at.dim, 64 / element);
+  const std::uint64_t rows_at_once = std::max<std::uint64_t>(1, kBufferBytes / (columns_at_once * at.row_stride));
+  constexpr std::uint64_t kTileRows = 1024;  // of one tile: stays in the first-level caches while its columns go by
+  for (std::uint64_t row = 0; row < count; row += rows_at_once) {
+    const std::uint64_t rows = std::min(rows_at_once, count - row);
+    const std::uint64_t slice = (rows - 1) * at.row_stride + element;
+    for (std::uint64_t column = 0; column < at.dim; column += columns_at_once) {
+      const std::uint64_t columns = std::min(columns_at_once, at.dim - column);
+      const auto block = buffer(columns * slice);
+      for (std::uint64_t c = 0; c < columns; ++c)
+        source_(at.offset + (first + row) * at.row_stride + (column + c) * at.column_stride, block.subspan(c * slice, slice));
+      for (std::uint64_t tile = 0; tile < rows; tile += kTileRows)
+        for (std::uint64_t c = 0; c < columns; ++c)
+          pick(block.data() + c * slice + tile * at.row_stride, std::min(kTileRows, rows - tile), element, at.row_stride,
+               out + (row + tile) * row_bytes + (column + c) * element, row_bytes);
+    }
+  }
+}
+
+std::uint64_t StridedRows::block_rows() const {
+  const StridedLayout& at = layout_;
+  const std::uint64_t row_bytes = at.dim * item_size(at.element.dtype);
+  const bool by_column = at.dim > 1 && at.rows > 1 && at.column_stride > at.row_stride;
+  // A block of a Fortran file costs one read a column: larger blocks, longer reads.
+  const std::uint64_t target = by_column ? 32_MiB : 4_MiB;
+  return std::max<std::uint64_t>(1, target / row_bytes);
+}
+
+std::string looks_like(std::span<const std::byte> head) {
+  const std::string_view text(reinterpret_cast<const char*>(head.data()), head.size());
+  using namespace std::string_view_literals;
+  struct Known {
+    std::string_view magic, what;
+  };
+  constexpr std::array kKnown{
+      Known{"\x93NUMPY"sv, "a NumPy array (.npy)"},
+      Known{"\x89HDF\r\n\x1a\n"sv, "an HDF5 file (.h5)"},
+      Known{"version https://git-lfs"sv, "a git-lfs pointer, not the file itself ('git lfs pull' fetches it)"},
+      Known{"\x1f\x8b"sv, "a gzip file (decompress it first)"},
+      Known{"PK\x03\x04"sv, "a zip archive (such as .npz or .pt; take the array out of it first)"},
+      Known{"PK\x05\x06"sv, "an empty zip archive"},
+      Known{"\x28\xb5\x2f\xfd"sv, "a zstd file (decompress it first)"},
+      Known{"\xfd"
+            "7zXZ\0"sv,
+            "an xz file (decompress it first)"},
+      Known{"BZh"sv, "a bzip2 file (decompress it first)"},
+      Known{"GGUF"sv, "a GGUF file"},
+      Known{"PAR1"sv, "a Parquet file"},
+      Known{"ARROW1"sv, "an Arrow file"},
+  };
+  for (const Known& known : kKnown)
+    if (text.starts_with(known.magic)) return std::string(known.what);
+  if (text.size() >= 2 && text[0] == '\x80' && text[1] >= 2 && text[1] <= 5) return "a Python pickle (embermap runs no pickles)";
+  if (text.size() >= 10 && text[8] == '{' && text[9] == '"' && text.substr(3, 5) == "\0\0\0\0\0"sv) return "a safetensors file";
+  std::string_view rest = text;
+  if (rest.starts_with("\xEF\xBB\xBF")) rest.remove_prefix(3);
+  while (!rest.empty() && std::isspace(static_cast<unsigned char>(rest.front())) != 0) rest.remove_prefix(1);
+  std::string start(rest.substr(0, 14));
+  std::transform(start.begin(), start.end(), start.begin(), [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  if (start.starts_with("<!doctype html") || start.starts_with("<html") || start.starts_with("<head"))
+    return "an HTML page (was the download a login or error page?)";
+  if (start.starts_with("<?xml") || start.starts_with("<")) return "an XML or HTML document";
+  if (start.starts_with("{") || start.starts_with("[")) return "JSON";
+  const bool is_text = !rest.empty() && std::all_of(rest.begin(), rest.end(), [](unsigned char c) {
+    return (c >= 0x20 && c != 0x7F) || c == '\n' || c == '\r' || c == '\t';
+  });
+  if (is_text && head.size() >= 16) return "text";
+  return {};
+}
+
+}  // namespace embermap

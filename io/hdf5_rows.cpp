@@ -1,0 +1,667 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <set>
+#include <system_error>
+
+#include "base/checked.hpp"
+#include "base/error.hpp"
+#include "base/size_text.hpp"
+#include "io/formats.hpp"
+#include "io/hdf5.hpp"
+
+namespace embermap {
+namespace {
+
+using namespace hdf5;
+
+// A chunk row is all chunks that hold one row. Up to this many bytes of them are kept decompressed between reads; a chunk row
+// that is larger is read in slabs of so many bytes (each of its chunks is then decompressed once a slab). One single chunk larger
+// than this is kept whole: the library holds it whole in order to decompress it anyway.
+constexpr std::uint64_t kChunkRowLimit = 128_MiB;
+// A dataset that declares more than kTrusted bytes and stores less than one byte for kInflation of them is not believed: deflate
+// reaches 1032 : 1.
+constexpr std::uint64_t kTrusted = 1_GiB;
+constexpr std::uint64_t kInflation = 1100;
+constexpr int kDeepest = 32;                  // groups within groups; virtual datasets of virtual datasets
+constexpr std::size_t kMostObjects = 100000;  // looked at for a dataset when none is named
+
+std::string with_slash(const std::string& path) { return path.starts_with('/') ? path : fmt::format("/{}", path); }
+
+// ---- what is in a file ----
+
+struct Found {
+  std::string path;
+  std::string text;    // "float32 (1003, 300)"
+  bool table = false;  // numeric, two-dimensional
+  bool unreadable = false;
+};
+
+std::vector<std::uint64_t> extent_of(hid_t space) {
+  const int rank = H5Sget_simple_extent_ndims(space);
+  std::array<hsize_t, H5S_MAX_RANK> dims{};
+  if (rank < 0 || rank > H5S_MAX_RANK || H5Sget_simple_extent_dims(space, dims.data(), nullptr) < 0) return {};
+  return {dims.begin(), dims.begin() + rank};
+}
+
+class Listing {
+ public:
+  // All datasets of the file, by name order. Only hard links are followed: nothing is listed twice, and no cycle is.
+  static std::vector<Found> of(hid_t file, const ReadOptions& options) {
+    Listing out{options};
+    const GroupId root{H5Gopen2(file, "/", H5P_DEFAULT)};
+    if (root) out.visit(root.id(), "", 0);
+    return std::move(out.found_);
+  }
+
+ private:
+  explicit Listing(const ReadOptions& options) : options_{options} {}
+
+  void visit(hid_t group, const std::string& prefix, int depth) {
+    H5O_info_t info;
+    if (depth > kDeepest || H5Oget_info(group, &info) < 0 || !visited_.insert(info.addr).second) return;
+    std::vector<std::string> names;
+    hsize_t index = 0;
+    H5Literate(
+        group, H5_INDEX_NAME, H5_ITER_INC, &index,
+        [](hid_t, const char* name, const H5L_info_t* link, void* data) -> herr_t {
+          auto& list = *static_cast<std::vector<std::string>*>(data);
+          if (link->type == H5L_TYPE_HARD) list.emplace_back(name);
+          return list.size() < kMostObjects ? 0 : 1;
+        },
+        &names);
+    const PropertyId access = link_access(H5P_LINK_ACCESS);
+    for (const std::string& name : names) {
+      if (++looked_at_ > kMostObjects) return;
+      const ObjectId object{H5Oopen(group, name.c_str(), access.id())};
+      const std::string path = fmt::format("{}/{}", prefix, name);
+      if (!object) {
+        found_.push_back({path, fmt::format("cannot be opened: {}", last_error().text), false, true});
+        continue;
+      }
+      const H5I_type_t kind = H5Iget_type(object.id());
+      if (kind == H5I_GROUP) visit(object.id(), path, depth + 1);
+      if (kind == H5I_DATASET) add(object.id(), path);
+    }
+  }
+
+  void add(hid_t dataset, const std::string& path) {
+    const TypeId type{H5Dget_type(dataset)};
+    const SpaceId space{H5Dget_space(dataset)};
+    if (!type || !space) return;
+    const ElementType element = describe_type(type.id());
+    std::vector<std::uint64_t> shape = extent_of(space.id());
+    const bool simple = H5Sget_simple_extent_type(space.id()) == H5S_SIMPLE;
+    Found found;
+    found.path = path;
+    found.text = fmt::format("{} {}", element.text, simple ? shape_to_text(shape) : "without data");
+    shape.insert(shape.end(), element.array.begin(), element.array.end());
+    const bool numeric = element.element || (element.two_bytes && options_.dtype == DType::kBFloat16);
+    found.table = simple && numeric && shape.size() == 2 && shape[1] > 0;
+    found_.push_back(std::move(found));
+  }
+
+  const ReadOptions& options_;
+  std::vector<Found> found_;
+  std::set<haddr_t> visited_;
+  std::size_t looked_at_ = 0;
+};
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  a = a.substr(0, 256);
+  b = b.substr(0, 256);
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i);
+    for (std::size_t j = 1; j <= b.size(); ++j)
+      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, diagonal + (a[i - 1] == b[j - 1] ? 0U : 1U)}));
+  }
+  return row.back();
+}
+
+// "/v: float32 (2, 4); /words: string (2,)", those named most like `wanted` first.
+std::string list_text(std::vector<Found> found, std::string_view wanted) {
+  if (found.empty()) return "no datasets";
+  if (!wanted.empty())
+    std::stable_sort(found.begin(), found.end(), [&](const Found& a, const Found& b) {
+      return edit_distance(a.path, wanted) < edit_distance(b.path, wanted);
+    });
+  std::string out;
+  constexpr std::size_t kShown = 12;
+  for (std::size_t i = 0; i < std::min(found.size(), kShown); ++i)
+    out += fmt::format("{}{}: {}", i > 0 ? "; " : "", printable(found[i].path), found[i].text);
+  if (found.size() > kShown) out += fmt::format("; ... {} more", found.size() - kShown);
+  return out;
+}
+
+// ---- filters ----
+
+std::string filter_name(H5Z_filter_t filter, std::string_view stored) {
+  struct Known {
+    H5Z_filter_t filter;
+    std::string_view name;
+  };
+  constexpr std::array kKnown{Known{H5Z_FILTER_DEFLATE, "gzip"},
+                              Known{H5Z_FILTER_SHUFFLE, "shuffle"},
+                              Known{H5Z_FILTER_FLETCHER32, "fletcher32"},
+                              Known{H5Z_FILTER_SZIP, "szip"},
+                              Known{H5Z_FILTER_NBIT, "nbit"},
+                              Known{H5Z_FILTER_SCALEOFFSET, "scale-offset"},
+                              Known{307, "bzip2"},
+                              Known{32000, "lzf"},
+                              Known{32001, "blosc"},
+                              Known{32004, "lz4"},
+                              Known{32008, "bitshuffle"},
+                              Known{32013, "zfp"},
+                              Known{32015, "zstd"},
+                              Known{32017, "sz"},
+                              Known{32026, "blosc2"}};
+  for (const Known& known : kKnown)
+    if (known.filter == filter) return std::string(known.name);
+  return stored.empty() ? "unknown" : printable(stored.substr(0, stored.find(';')));
+}
+
+struct Filter {
+  H5Z_filter_t id = 0;
+  bool optional = false;
+  bool available = true;
+  std::string name;
+};
+
+std::vector<Filter> filters_of(hid_t creation) {
+  std::vector<Filter> out;
+  const int count = std::max(0, H5Pget_nfilters(creation));
+  for (int i = 0; i < count; ++i) {
+    Filter filter;
+    unsigned flags = 0, config = 0;
+    std::size_t values = 0;
+    std::array<char, 256> name{};
+    filter.id =
+        H5Pget_filter2(creation, static_cast<unsigned>(i), &flags, &values, nullptr, name.size() - 1, name.data(), &config);
+    filter.optional = (flags & H5Z_FLAG_OPTIONAL) != 0;
+    filter.name = filter_name(filter.id, name.data());
+    filter.available = H5Zfilter_avail(filter.id) > 0;
+    if (filter.available && filter.id == H5Z_FILTER_SZIP)  // a library may be able to do neither, or only to read
+      filter.available = H5Zget_filter_info(filter.id, &config) >= 0 && (config & H5Z_FILTER_CONFIG_DECODE_ENABLED) != 0;
+    out.push_back(std::move(filter));
+  }
+  return out;
+}
+
+// ---- other files that a dataset may lie in ----
+
+// Resolves a name found in `file`; it must lie in that file's folder or below, links followed.
+std::filesystem::path file_below(const std::filesystem::path& file, const std::string& dataset,
+                                 const std::filesystem::path& name) {
+  std::error_code error;
+  const std::filesystem::path parent = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
+  const std::filesystem::path folder = std::filesystem::canonical(parent, error);
+  if (error) throw IoError(error.value(), "realpath", parent);
+  const std::filesystem::path named = name.is_absolute() ? name : folder / name;
+  const std::filesystem::path real = std::filesystem::weakly_canonical(named, error);
+  if (error) throw IoError(error.value(), "realpath", named);
+  const auto [mismatch, rest] = std::mismatch(folder.begin(), folder.end(), real.begin(), real.end());
+  if (mismatch != folder.end())
+    throw FormatError(file, fmt::format("{} lies in {}, which is not below the file's own folder; it is not read",
+                                        printable(dataset), printable(name)));
+  return real;
+}
+
+// A dataset in raw files (H5Pset_external): read by us, because the library takes zeros for what a short file lacks.
+class ExternalFiles {
+ public:
+  ExternalFiles(hid_t creation, const std::filesystem::path& file, const std::string& dataset, std::uint64_t bytes) {
+    const int count = H5Pget_external_count(creation);
+    std::uint64_t covered = 0;
+    for (int i = 0; i < count && covered < bytes; ++i) {
+      std::array<char, 4097> name{};
+      off_t offset = 0;
+      hsize_t size = 0;
+      if (H5Pget_external(creation, static_cast<unsigned>(i), name.size() - 1, name.data(), &offset, &size) < 0 || offset < 0)
+        throw_last(file, fmt::format("cannot read the external files of {}", printable(dataset)));
+      const std::filesystem::path path = file_below(file, dataset, name.data());
+      Part part{File::open(path, File::Mode::kRead), static_cast<std::uint64_t>(offset), covered,
+                std::min<std::uint64_t>(size, bytes - covered)};
+      const std::uint64_t there = part.file.size() < part.offset ? 0 : part.file.size() - part.offset;
+      if (there < part.bytes)
+        throw FormatError(path, fmt::format("truncated: {} of {} bytes of {} in {} are there (from byte {})", there, part.bytes,
+                                            printable(dataset), printable(file), part.offset));
+      covered += part.bytes;
+      parts_.push_back(std::move(part));
+    }
+    if (covered < bytes)
+      throw FormatError(
+          file, fmt::format("truncated: the external files of {} hold {} of {} bytes", printable(dataset), covered, bytes));
+  }
+
+  void read(std::uint64_t offset, std::span<std::byte> out) const {
+    for (const Part& part : parts_) {
+      if (out.empty()) return;
+      if (offset >= part.begin + part.bytes) continue;
+      const std::uint64_t inside = offset - part.begin;
+      const std::uint64_t now = std::min<std::uint64_t>(part.bytes - inside, out.size());
+      part.file.read(part.offset + inside, out.first(now));
+      offset += now;
+      out = out.subspan(now);
+    }
+  }
+
+ private:
+  struct Part {
+    File file;
+    std::uint64_t offset;  // in that file
+    std::uint64_t begin;   // in the dataset
+    std::uint64_t bytes;
+  };
+  std::vector<Part> parts_;
+};
+
+// Looks at everything that a virtual dataset reads from: files below the folder of `file`, present, neither external nor virtual
+// in a circle. Returns the bytes they store.
+std::uint64_t check_virtual(hid_t creation, hid_t open_file, const std::filesystem::path& file, const std::string& dataset,
+                            int depth) {
+  if (depth > kDeepest)
+    throw FormatError(file, fmt::format("{}: virtual datasets nested more than {} deep", printable(dataset), kDeepest));
+  std::size_t count = 0;
+  if (H5Pget_virtual_count(creation, &count) < 0)
+    throw_last(file, fmt::format("cannot read the sources of {}", printable(dataset)));
+  std::uint64_t stored = 0;
+  std::set<std::pair<std::string, std::string>> seen;
+  for (std::size_t i = 0; i < count; ++i) {
+    const auto text = [&](auto get) {
+      const ssize_t length = get(creation, i, nullptr, 0);
+      if (length < 0) throw_last(file, fmt::format("cannot read the sources of {}", printable(dataset)));
+      std::string out(static_cast<std::size_t>(length) + 1, '\0');
+      get(creation, i, out.data(), out.size());
+      out.pop_back();
+      return out;
+    };
+    const std::string source_file = text(&H5Pget_virtual_filename), source_path = text(&H5Pget_virtual_dsetname);
+    if (source_file.find('%') != std::string::npos || source_path.find('%') != std::string::npos)
+      throw FormatError(file, fmt::format("{} is virtual over a pattern of names ('{}', '{}'), which is not read here",
+                                          printable(dataset), printable(source_file), printable(source_path)));
+    if (!seen.emplace(source_file, source_path).second) continue;
+    std::filesystem::path path = file;
+    FileId opened;
+    hid_t source = open_file;
+    if (source_file != ".") {
+      path = file_below(file, dataset, source_file);
+      opened = open_for_reading(path);
+      source = opened.id();
+    }
+    if (object_at(source, path, source_path) != ObjectKind::kDataset)
+      throw FormatError(file, fmt::format("{} is virtual over {}:{}, which is not there", printable(dataset), printable(path),
+                                          printable(source_path)));
+    const PropertyId access = link_access(H5P_DATASET_ACCESS);
+    const DatasetId from{H5Dopen2(source, source_path.c_str(), access.id())};
+    const PropertyId from_creation{from ? H5Dget_create_plist(from.id()) : H5I_INVALID_HID};
+    if (!from_creation) throw_last(path, fmt::format("cannot open {}", printable(source_path)));
+    if (H5Pget_layout(from_creation.id()) == H5D_VIRTUAL) {
+      stored += check_virtual(from_creation.id(), source, path, source_path, depth + 1);
+    } else {
+      if (H5Pget_external_count(from_creation.id()) > 0)
+        throw FormatError(file, fmt::format("{} is virtual over {}:{}, which lies in external files; that is not read here",
+                                            printable(dataset), printable(path), printable(source_path)));
+      for (const Filter& filter : filters_of(from_creation.id()))
+        if (!filter.available && !filter.optional)
+          throw FormatError(path, fmt::format("{} needs filter {} ({}), which is not available here", printable(source_path),
+                                              filter.id, filter.name));
+      stored += H5Dget_storage_size(from.id());
+    }
+  }
+  return stored;
+}
+
+// ---- the reader ----
+
+class Hdf5RowReader final : public RowReader {
+ public:
+  Hdf5RowReader(const Location& location, const ReadOptions& options) : location_{location.file} {
+    register_lzf();
+    const Session quiet;
+    file_ = open_for_reading(location_);
+    find(location.selector, options);
+    where_ = fmt::format("{}:{}{}{}", printable(location_), printable(path_), field_.empty() ? "" : ":", printable(field_));
+
+    DatasetId dataset = open(PropertyId());
+    const PropertyId creation{H5Dget_create_plist(dataset.id())};
+    type_ = TypeId{H5Dget_type(dataset.id())};
+    const SpaceId space{H5Dget_space(dataset.id())};
+    if (!creation || !type_ || !space) throw_last(location_, fmt::format("cannot open {}", printable(path_)));
+    take_type(options);
+    take_shape(space.id());
+    dtype_ = element_.dtype;
+    layout_text_ = layout_text(creation.id());
+    check_filters(dataset.id(), creation.id());
+
+    const std::uint64_t declared = checked_mul(checked_mul(rows_, dim_, where_), record_bytes_, where_);
+    const bool external = H5Pget_external_count(creation.id()) > 0;
+    const bool is_virtual = H5Pget_layout(creation.id()) == H5D_VIRTUAL;
+    if ((external || is_virtual) && !options.allow_external)
+      throw FormatError(
+          location_,
+          fmt::format("{} is {}; reading other files through it has to be allowed (allow_external, files below its own "
+                      "folder only)",
+                      printable(path_), external ? "stored in external files" : "a virtual dataset over others"));
+    if (external) {
+      open_external(creation.id());
+      return;
+    }
+    std::uint64_t stored = 0;
+    if (is_virtual)
+      stored = check_virtual(creation.id(), file_.id(), location_, path_, 0);
+    else if (declared > kTrusted)
+      stored = H5Dget_storage_size(dataset.id());
+    if (declared > kTrusted && stored < declared / kInflation)
+      throw FormatError(
+          location_,
+          fmt::format("{} declares {} ({} x {} {}), but only {} are stored: such a dataset is not believed (above {}, at "
+                      "least one byte for {} declared is demanded)",
+                      printable(path_), format_size(declared), rows_, dim_, dtype_name(dtype_), format_size(stored),
+                      format_size(kTrusted), kInflation));
+
+    H5D_fill_value_t fill = H5D_FILL_VALUE_DEFAULT;
+    H5D_fill_time_t fill_time = H5D_FILL_TIME_IFSET;
+    clear_first_ = H5Pfill_value_defined(creation.id(), &fill) < 0 || fill == H5D_FILL_VALUE_UNDEFINED ||
+                   H5Pget_fill_time(creation.id(), &fill_time) < 0 || fill_time == H5D_FILL_TIME_NEVER;
+    PropertyId access = link_access(H5P_DATASET_ACCESS);
+    plan_chunks(creation.id(), access.id());
+    if (is_virtual) {
+      std::error_code error;
+      const auto folder =
+          std::filesystem::canonical(location_.has_parent_path() ? location_.parent_path() : std::filesystem::path("."), error);
+      if (!error) H5Pset_virtual_prefix(access.id(), folder.c_str());
+    }
+    // A dataset that is open already keeps its chunk cache: closed before it is opened with its own.
+    dataset.close();
+    dataset_ = open(std::move(access));
+  }
+
+  std::string description() const override {
+    const Session quiet;
+    std::string chunks;
+    hsize_t written = 0;
+    const SpaceId space{dataset_ ? H5Dget_space(dataset_.id()) : H5I_INVALID_HID};  // 1.10.8 does not take H5S_ALL for it
+    if (chunk_count_ > 0 && space && H5Dget_num_chunks(dataset_.id(), space.id(), &written) >= 0 && written < chunk_count_)
+      chunks = fmt::format(", {} of {} chunks never written (read as the fill value)", chunk_count_ - written, chunk_count_);
+    return fmt::format("{}, {} {}, {}{}", where_, type_text_, shape_to_text(shape_), layout_text_, chunks);
+  }
+
+  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
+    check_row_range(where_, first, count, rows_);
+    if (external_) return external_rows_.read(first, count, out);
+    const std::uint64_t row_bytes = dim_ * item_size(dtype_);
+    if (slab_rows_ > 0) {
+      while (count > 0) {
+        if (first < slab_first_ || first >= slab_first_ + slab_held_) {
+          const std::uint64_t now = std::min(slab_rows_, rows_ - first);
+          slab_held_ = 0;
+          slab_.resize(slab_rows_ * row_bytes);
+          read_dataset(first, now, slab_.data());
+          slab_first_ = first;
+          slab_held_ = now;
+        }
+        const std::uint64_t now = std::min(count, slab_first_ + slab_held_ - first);
+        std::memcpy(out, slab_.data() + (first - slab_first_) * row_bytes, now * row_bytes);
+        first += now;
+        count -= now;
+        out += now * row_bytes;
+      }
+    } else if (count > 0) {
+      read_dataset(first, count, out);
+    }
+  }
+
+  std::uint64_t block_rows() const override {
+    if (external_) return external_rows_.block_rows();
+    const std::uint64_t row_bytes = dim_ * item_size(dtype_);
+    const std::uint64_t some = std::max<std::uint64_t>(1, 4_MiB / row_bytes);
+    if (slab_rows_ > 0 || chunk_rows_ == 0) return some;
+    // Whole chunk rows, unless they are so large that blocks inside the cached chunk row do as well.
+    if (chunk_rows_ > 64_MiB / row_bytes) return std::min(some, chunk_rows_);
+    return some <= chunk_rows_ ? chunk_rows_ : some / chunk_rows_ * chunk_rows_;
+  }
+
+ private:
+  DatasetId open(PropertyId access) const {
+    if (!access) access = link_access(H5P_DATASET_ACCESS);
+    DatasetId out{H5Dopen2(file_.id(), path_.c_str(), access.id())};
+    if (!out) throw_last(location_, fmt::format("cannot open {}", printable(path_)));
+    return out;
+  }
+
+  // Sets path_ and field_.
+  void find(const std::string& selector, const ReadOptions& options) {
+    if (selector.empty()) {
+      const std::vector<Found> found = Listing::of(file_.id(), options);
+      std::vector<Found> tables;
+      std::copy_if(found.begin(), found.end(), std::back_inserter(tables), [](const Found& one) { return one.table; });
+      const auto unreadable = std::find_if(found.begin(), found.end(), [](const Found& one) { return one.unreadable; });
+      if (tables.empty() && unreadable != found.end())
+        throw FormatError(location_, fmt::format("{} {}", printable(unreadable->path), unreadable->text));
+      if (tables.size() == 1) {
+        path_ = tables.front().path;
+        return;
+      }
+      if (tables.empty())
+        throw NotFound(fmt::format("{}: there is no numeric dataset of two dimensions in it; it holds {}", printable(location_),
+                                   list_text(found, "")));
+      throw InvalidArgument(fmt::format("{}: {} datasets could be meant; name one, as in {}:{}. It holds {}",
+                                        printable(location_), tables.size(), printable(location_), printable(tables.front().path),
+                                        list_text(tables, "")));
+    }
+    std::string path = with_slash(selector);
+    ObjectKind kind = object_at(file_.id(), location_, path);
+    const std::size_t colon = selector.rfind(':');
+    if (kind == ObjectKind::kNone && colon != std::string::npos && colon > 0) {
+      const std::string before = with_slash(selector.substr(0, colon));
+      kind = object_at(file_.id(), location_, before);
+      if (kind != ObjectKind::kNone) {
+        path = before;
+        field_ = selector.substr(colon + 1);
+      }
+    }
+    path_ = path;
+    if (kind == ObjectKind::kDataset) return;
+    const std::string_view what = kind == ObjectKind::kNone    ? "there is nothing at"
+                                  : kind == ObjectKind::kGroup ? "there is a group, no dataset, at"
+                                                               : "there is no dataset at";
+    throw NotFound(fmt::format("{}: {} {}; it holds {}", printable(location_), what, printable(path),
+                               list_text(Listing::of(file_.id(), options), path)));
+  }
+
+  // Sets element_, type_ in the file, memory_type_, record_bytes_, field_offset_ and the dimensions inside an element.
+  void take_type(const ReadOptions& options) {
+    ElementType type = describe_type(type_.id());
+    record_bytes_ = H5Tget_size(type_.id());
+    if (type.compound) {
+      if (field_.empty())
+        throw DTypeError(fmt::format("{} holds records {}: name the field to read, as in {}:FIELD", where_, type.text, where_));
+      const int index = H5Tget_member_index(type_.id(), field_.c_str());
+      if (index < 0)
+        throw NotFound(fmt::format("{}:{}: there is no field '{}' in its records {}", printable(location_), printable(path_),
+                                   printable(field_), type.text));
+      TypeId member{H5Tget_member_type(type_.id(), static_cast<unsigned>(index))};
+      field_offset_ = H5Tget_member_offset(type_.id(), static_cast<unsigned>(index));
+      memory_type_ = TypeId{member ? H5Tcreate(H5T_COMPOUND, H5Tget_size(member.id())) : H5I_INVALID_HID};
+      if (!memory_type_ || H5Tinsert(memory_type_.id(), field_.c_str(), 0, member.id()) < 0)
+        throw_last(location_, fmt::format("cannot read the type of {}", printable(path_)));
+      type = describe_type(member.id());
+      if (type.compound) throw DTypeError(fmt::format("{} holds records {}, which a table cannot", where_, type.text));
+    } else {
+      if (!field_.empty())
+        throw NotFound(fmt::format("{}:{}: there is no field '{}', it holds {}", printable(location_), printable(path_),
+                                   printable(field_), type.text));
+      // The memory type is the file's own: the library moves bytes and converts no value.
+      memory_type_ = TypeId{H5Tcopy(type_.id())};
+    }
+    type_text_ = type.text;
+    inner_ = type.array;
+    if (type.element) {
+      element_ = *type.element;
+      check_requested_dtype(where_, element_.dtype, options.dtype);
+    } else if (type.two_bytes && options.dtype == DType::kBFloat16) {
+      element_ = ElementFormat{DType::kBFloat16, false, false};
+    } else if (type.two_bytes) {
+      throw DTypeError(fmt::format("{} holds {}: bytes of unknown meaning; if they are bfloat16, say so with dtype bfloat16",
+                                   where_, type.text));
+    } else {
+      throw DTypeError(fmt::format("{} holds {}, which a table cannot; it holds {}", where_, type.text, table_dtypes()));
+    }
+  }
+
+  void take_shape(hid_t space) {
+    switch (H5Sget_simple_extent_type(space)) {
+      case H5S_NULL:
+        throw FormatError(
+            location_, fmt::format("{} has no data at all (a null dataspace); a table needs two dimensions", printable(path_)));
+      case H5S_SCALAR:
+        throw FormatError(location_, fmt::format("{} is one value (shape {}); a table needs two dimensions", printable(path_),
+                                                 shape_to_text(inner_)));
+      default: break;
+    }
+    extent_ = extent_of(space);
+    shape_ = extent_;
+    shape_.insert(shape_.end(), inner_.begin(), inner_.end());
+    if (shape_.size() != 2)
+      throw FormatError(location_, fmt::format("{} has shape {}; a table needs two dimensions, rows and columns",
+                                               printable(path_), shape_to_text(shape_)));
+    if (shape_[1] == 0)
+      throw FormatError(
+          location_, fmt::format("{} has shape {}; a table needs at least one column", printable(path_), shape_to_text(shape_)));
+    rows_ = shape_[0];
+    dim_ = shape_[1];
+  }
+
+  std::string layout_text(hid_t creation) {
+    std::string out;
+    switch (H5Pget_layout(creation)) {
+      case H5D_COMPACT: out = "compact"; break;
+      case H5D_CONTIGUOUS: out = H5Pget_external_count(creation) > 0 ? "in external files" : "contiguous"; break;
+      case H5D_CHUNKED: {
+        std::array<hsize_t, H5S_MAX_RANK> dims{};
+        const int rank = H5Pget_chunk(creation, H5S_MAX_RANK, dims.data());
+        const std::vector<std::uint64_t> chunk(dims.begin(), dims.begin() + std::max(0, rank));
+        out = fmt::format("chunked {}", shape_to_text(chunk));
+        break;
+      }
+      case H5D_VIRTUAL: out = "virtual"; break;
+      default: out = "unknown layout"; break;
+    }
+    for (const Filter& filter : filters_of(creation)) {
+      out += fmt::format(", {}", filter.name);
+      if (filter.id == H5Z_FILTER_SCALEOFFSET && is_floating(dtype_)) out += " (lossy, and NaN is not kept)";
+      if (!filter.available) out += fmt::format(" (filter {}, not available here)", filter.id);
+    }
+    return out;
+  }
+
+  void check_filters(hid_t dataset, hid_t creation) const {
+    const std::vector<Filter> filters = filters_of(creation);
+    for (std::size_t i = 0; i < filters.size(); ++i) {
+      if (filters[i].available) continue;
+      // A filter that may be left out was perhaps left out: the first chunk tells. A later chunk that did use it fails when read.
+      unsigned skipped = 0;
+      haddr_t address = HADDR_UNDEF;
+      hsize_t bytes = 0;
+      const std::array<hsize_t, H5S_MAX_RANK> origin{};
+      const bool known =
+          filters[i].optional && rows_ > 0 && H5Dget_chunk_info_by_coord(dataset, origin.data(), &skipped, &address, &bytes) >= 0;
+      if (filters[i].optional && (!known || address == HADDR_UNDEF || (skipped >> i & 1) != 0)) continue;
+      std::string all;
+      for (const Filter& filter : filters) all += fmt::format("{}{} {}", all.empty() ? "" : ", ", filter.id, filter.name);
+      throw FormatError(location_, fmt::format("{} needs filter {} ({}), which is not available here (its filters: {})",
+                                               printable(path_), filters[i].id, filters[i].name, all));
+    }
+  }
+
+  void open_external(hid_t creation) {
+    const std::uint64_t element = item_size(dtype_);
+    const std::uint64_t records = checked_mul(extent_[0], extent_.size() == 2 ? extent_[1] : 1, where_);
+    external_ = std::make_unique<ExternalFiles>(creation, location_, path_, checked_mul(records, record_bytes_, where_));
+    StridedLayout layout{rows_, dim_, field_offset_, 0, 0, element_};
+    if (extent_.size() == 2) {
+      layout.column_stride = record_bytes_;
+      layout.row_stride = dim_ * record_bytes_;
+    } else {
+      layout.column_stride = element;
+      layout.row_stride = record_bytes_;
+    }
+    external_rows_ = StridedRows(
+        [files = external_.get()](std::uint64_t offset, std::span<std::byte> out) { files->read(offset, out); }, layout);
+  }
+
+  // Decides what is cached between reads, see kChunkRowLimit.
+  void plan_chunks(hid_t creation, hid_t access) {
+    if (H5Pget_layout(creation) != H5D_CHUNKED) return;
+    std::array<hsize_t, H5S_MAX_RANK> dims{};
+    const int rank = H5Pget_chunk(creation, H5S_MAX_RANK, dims.data());
+    if (rank != static_cast<int>(extent_.size()) || dims[0] == 0)
+      throw_last(location_, fmt::format("cannot read the chunks of {}", printable(path_)));
+    chunk_rows_ = dims[0];
+    const std::uint64_t columns = extent_.size() == 2 ? extent_[1] : 1;
+    const std::uint64_t chunk_columns = extent_.size() == 2 ? std::max<std::uint64_t>(1, dims[1]) : 1;
+    const std::uint64_t chunks_a_row = ceil_div(columns, chunk_columns);
+    chunk_count_ = ceil_div(rows_, chunk_rows_) * chunks_a_row;
+    const std::uint64_t chunk_bytes = checked_mul(checked_mul(chunk_rows_, chunk_columns, where_), record_bytes_, where_);
+    const bool filtered = H5Pget_nfilters(creation) > 0;
+    const auto cache = [&](std::uint64_t bytes) {
+      // Ten slots a chunk that is to stay, so that two chunks seldom want the same one.
+      const std::uint64_t slots =
+          bytes == 0 ? 0 : std::min<std::uint64_t>(std::max<std::uint64_t>(521, chunks_a_row * 10 + 1), 1000003);
+      H5Pset_chunk_cache(access, slots, bytes, /*w0=*/1.0);
+    };
+    if (chunks_a_row == 1) {
+      cache(filtered ? chunk_bytes : 0);  // rows of an unfiltered chunk are read from where they lie
+    } else if (chunk_bytes <= kChunkRowLimit / chunks_a_row) {
+      cache(chunk_bytes * chunks_a_row);
+    } else {
+      cache(0);
+      slab_rows_ = std::min(rows_, std::max<std::uint64_t>(1, kChunkRowLimit / (dim_ * item_size(dtype_))));
+    }
+  }
+
+  void read_dataset(std::uint64_t first, std::uint64_t count, std::byte* out) {
+    const Session quiet;
+    const std::uint64_t elements = count * dim_;
+    if (clear_first_) std::memset(out, 0, elements * item_size(dtype_));
+    const std::array<hsize_t, 2> start{first, 0};
+    const std::array<hsize_t, 2> block{count, extent_.size() == 2 ? extent_[1] : 1};
+    const int rank = static_cast<int>(extent_.size());
+    const SpaceId memory{H5Screate_simple(rank, block.data(), nullptr)};
+    const SpaceId space{H5Dget_space(dataset_.id())};
+    if (!memory || !space || H5Sselect_hyperslab(space.id(), H5S_SELECT_SET, start.data(), nullptr, block.data(), nullptr) < 0 ||
+        H5Dread(dataset_.id(), memory_type_.id(), memory.id(), space.id(), H5P_DEFAULT, out) < 0)
+      throw_last(location_, fmt::format("cannot read rows [{}, +{}) of {}", first, count, printable(path_)));
+    decode_elements(element_, out, elements);
+  }
+
+  std::filesystem::path location_;
+  std::string path_, field_;
+  std::string where_, type_text_, layout_text_;
+  FileId file_;
+  DatasetId dataset_;
+  TypeId type_, memory_type_;
+  ElementFormat element_;
+  std::uint64_t record_bytes_ = 0, field_offset_ = 0;
+  std::vector<std::uint64_t> inner_;   // dimensions of an array-typed element
+  std::vector<std::uint64_t> extent_;  // of the dataspace
+  std::vector<std::uint64_t> shape_;   // both
+  std::uint64_t chunk_rows_ = 0, chunk_count_ = 0;
+  bool clear_first_ = false;
+  std::unique_ptr<ExternalFiles> external_;
+  StridedRows external_rows_;
+  std::uint64_t slab_rows_ = 0, slab_first_ = 0, slab_held_ = 0;
+  std::vector<std::byte> slab_;
+};
+
+}  // namespace
+
+std::unique_ptr<RowReader> open_hdf5_rows(const Location& location, const ReadOptions& options) {
+  return std::make_unique<Hdf5RowReader>(location, options);
+}
+
+}  // namespace embermap

@@ -1,0 +1,217 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <system_error>
+#include <vector>
+
+#include "base/checked.hpp"
+#include "base/error.hpp"
+#include "base/size_text.hpp"
+#include "io/formats.hpp"
+#include "io/hdf5.hpp"
+
+namespace embermap {
+namespace {
+
+using namespace hdf5;
+
+constexpr std::uint64_t kChunkBytes = 1_MiB;        // what a chunk is chosen to be
+constexpr std::uint64_t kWidestChunk = 64_MiB;      // rows above this are cut into several chunks
+constexpr std::uint64_t kLargestChunk = 4_GiB - 1;  // of the format
+constexpr std::uint64_t kChunkRowLimit = 128_MiB;   // of rows that are cut
+constexpr std::uint64_t kPendingBytes = 1_MiB;      // small writes are gathered to this
+
+// "/a/b" of "a/b". Throws InvalidArgument for names that could not be found again.
+std::string dataset_path(const Location& location) {
+  if (location.selector.empty()) return "/data";
+  const std::string& text = location.selector;
+  const auto refuse = [&](std::string_view why) {
+    throw InvalidArgument(fmt::format("{}:{}: {}", printable(location.file), printable(text), why));
+  };
+  if (text.find(':') != std::string::npos) refuse("a field of a dataset cannot be written alone; leave the second ':' out");
+  std::string path;
+  for (std::size_t at = text.starts_with('/') ? 1 : 0; at <= text.size();) {
+    const std::size_t end = std::min(text.find('/', at), text.size());
+    const std::string part = text.substr(at, end - at);
+    if (part.empty() || part == "." || part == "..") refuse("no path of a dataset (each part needs a name, not '.' or '..')");
+    path += '/';
+    path += part;
+    at = end + 1;
+  }
+  return path;
+}
+
+class Hdf5RowWriter final : public RowWriter {
+ public:
+  // `existing`: the file is there, and everything in it but the dataset is kept.
+  Hdf5RowWriter(const Location& location, const std::string& path, bool existing, std::uint64_t rows, std::uint64_t dim,
+                DType dtype, const WriteOptions& options)
+      : path_{path},
+        source_{existing ? File::open(location.file, File::Mode::kRead) : File()},
+        temporary_{TemporaryFile::create(location.file, existing || options.overwrite)},
+        count_{fmt::format("{}:{}", printable(location.file), printable(path)), rows},
+        dim_{dim},
+        row_bytes_{checked_mul(dim, item_size(dtype), "bytes of a row")},
+        type_{file_type(dtype)} {
+    const Session quiet;
+    if (existing) {
+      add_to(options);
+    } else {
+      const PropertyId access = writing_access();
+      file_ = FileId{H5Fcreate(temporary_.file().path().c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access.id())};
+      if (!file_) throw_last(temporary_.target(), "cannot create");
+    }
+    create_dataset(rows, options);
+  }
+
+  void write(std::uint64_t count, const std::byte* rows) override {
+    count_.add(count);
+    const std::uint64_t bytes = count * row_bytes_;
+    if (pending_.size() + bytes > kPendingBytes) flush();
+    if (bytes >= kPendingBytes)
+      write_dataset(count, rows);
+    else
+      pending_.insert(pending_.end(), rows, rows + bytes);
+  }
+
+  void finish() override {
+    count_.finish();
+    const Session quiet;
+    flush();
+    if (H5Fflush(file_.id(), H5F_SCOPE_LOCAL) < 0 || !dataset_.close() || !file_.close()) fail("cannot finish");
+    if (source_.is_open()) {
+      // Another program may have put a dataset of its own in, which the copy does not have.
+      struct stat now {};
+      const struct stat then = source_.status();
+      if (::stat(temporary_.target().c_str(), &now) != 0 || now.st_ino != then.st_ino || now.st_dev != then.st_dev ||
+          then.st_size != source_status_.st_size || then.st_mtim.tv_sec != source_status_.st_mtim.tv_sec ||
+          then.st_mtim.tv_nsec != source_status_.st_mtim.tv_nsec)
+        throw AlreadyExists(fmt::format("{} was changed by someone else while {} was written; it is left as it is now",
+                                        printable(temporary_.target()), printable(path_)));
+    }
+    temporary_.commit();
+  }
+
+ private:
+  [[noreturn]] void fail(std::string_view what) const {
+    throw_last(temporary_.target(), fmt::format("{} {}", what, printable(path_)));
+  }
+
+  // Copies the existing file and opens the copy.
+  void add_to(const WriteOptions& options) {
+    const std::filesystem::path& target = temporary_.target();
+    {
+      const FileId old = open_for_reading(target);
+      for (std::size_t slash = path_.find('/', 1); slash != std::string::npos; slash = path_.find('/', slash + 1)) {
+        const std::string group = path_.substr(0, slash);
+        const ObjectKind kind = object_at(old.id(), target, group);
+        if (kind == ObjectKind::kNone) break;
+        if (kind != ObjectKind::kGroup)
+          throw InvalidArgument(fmt::format("{}:{}: {} is no group, so nothing can be put into it", printable(target),
+                                            printable(path_), printable(group)));
+      }
+      const ObjectKind kind = object_at(old.id(), target, path_);
+      if (kind == ObjectKind::kDataset && !options.overwrite)
+        throw AlreadyExists(fmt::format("{}:{} already exists", printable(target), printable(path_)));
+      if (kind == ObjectKind::kGroup || kind == ObjectKind::kOther)
+        throw AlreadyExists(
+            fmt::format("{}:{} already exists and is no dataset; it is not replaced", printable(target), printable(path_)));
+      replaces_ = kind == ObjectKind::kDataset;
+      source_status_ = source_.status();
+      const auto size = static_cast<std::uint64_t>(source_status_.st_size);
+      temporary_.file().reserve(size);
+      std::vector<std::byte> block(std::min<std::uint64_t>(4_MiB, size));
+      for (std::uint64_t at = 0; at < size; at += block.size()) {
+        const auto part = std::span(block).first(std::min<std::uint64_t>(block.size(), size - at));
+        source_.read(at, part);
+        temporary_.file().write(at, part);
+      }
+    }
+    const PropertyId access = writing_access();
+    file_ = FileId{H5Fopen(temporary_.file().path().c_str(), H5F_ACC_RDWR, access.id())};
+    if (!file_) throw_last(target, "cannot open the copy of");
+    const PropertyId links = link_access(H5P_LINK_ACCESS);
+    if (replaces_ && H5Ldelete(file_.id(), path_.c_str(), links.id()) < 0) fail("cannot replace");
+  }
+
+  void create_dataset(std::uint64_t rows, const WriteOptions& options) {
+    const PropertyId creation{H5Pcreate(H5P_DATASET_CREATE)};
+    const PropertyId links{H5Pcreate(H5P_LINK_CREATE)};
+    PropertyId access = link_access(H5P_DATASET_ACCESS);
+    if (!creation || !links || H5Pset_create_intermediate_group(links.id(), 1) < 0 ||
+        H5Pset_obj_track_times(creation.id(), false) < 0)
+      fail("cannot create");
+    if (options.gzip >= 0 && rows > 0) {  // a chunk may not be larger than the dataset, so an empty one has none
+      const std::uint64_t element = row_bytes_ / dim_;
+      const std::uint64_t columns = row_bytes_ <= kWidestChunk ? dim_ : std::min(dim_, 16_MiB / element);
+      const std::uint64_t chunk_row = columns * element;
+      std::uint64_t most = kLargestChunk / chunk_row;
+      if (columns < dim_) most = std::max<std::uint64_t>(1, std::min(most, kChunkRowLimit / row_bytes_));
+      const std::uint64_t wanted =
+          options.chunk_rows > 0 ? options.chunk_rows : std::max<std::uint64_t>(1, kChunkBytes / chunk_row);
+      const std::array<hsize_t, 2> chunk{std::min({wanted, rows, most}), columns};
+      const std::uint64_t chunks_a_row = ceil_div(dim_, columns);
+      // Holds the chunks that are being filled, so that each is compressed once, however the rows come.
+      if (H5Pset_chunk(creation.id(), 2, chunk.data()) < 0 || (element > 1 && H5Pset_shuffle(creation.id()) < 0) ||
+          H5Pset_deflate(creation.id(), static_cast<unsigned>(options.gzip)) < 0 ||
+          H5Pset_chunk_cache(access.id(), std::max<std::uint64_t>(521, chunks_a_row * 10 + 1),
+                             chunk[0] * chunk_row * chunks_a_row, 1.0) < 0)
+        fail("cannot create");
+    } else {
+      temporary_.file().reserve(
+          checked_add(temporary_.file().size(), checked_mul(rows, row_bytes_, "bytes of the table"), "bytes of the file"));
+      if (H5Pset_layout(creation.id(), H5D_CONTIGUOUS) < 0 || H5Pset_alloc_time(creation.id(), H5D_ALLOC_TIME_LATE) < 0 ||
+          H5Pset_fill_time(creation.id(), H5D_FILL_TIME_NEVER) < 0)
+        fail("cannot create");
+    }
+    const std::array<hsize_t, 2> extent{rows, dim_};
+    space_ = SpaceId{H5Screate_simple(2, extent.data(), nullptr)};
+    dataset_ = DatasetId{H5Dcreate2(file_.id(), path_.c_str(), type_.id(), space_.id(), links.id(), creation.id(), access.id())};
+    if (!dataset_) fail("cannot create");
+  }
+
+  void flush() {
+    if (pending_.empty()) return;
+    write_dataset(pending_.size() / row_bytes_, pending_.data());
+    pending_.clear();
+  }
+
+  void write_dataset(std::uint64_t count, const std::byte* rows) {
+    const Session quiet;
+    const std::array<hsize_t, 2> start{written_, 0}, block{count, dim_};
+    const SpaceId memory{H5Screate_simple(2, block.data(), nullptr)};
+    if (!memory || H5Sselect_hyperslab(space_.id(), H5S_SELECT_SET, start.data(), nullptr, block.data(), nullptr) < 0 ||
+        H5Dwrite(dataset_.id(), type_.id(), memory.id(), space_.id(), H5P_DEFAULT, rows) < 0)
+      fail(fmt::format("cannot write rows [{}, +{}) of", written_, count));
+    written_ += count;
+  }
+
+  std::string path_;
+  File source_;  // the existing file, if there is one to add to
+  struct stat source_status_ {};
+  TemporaryFile temporary_;  // before the handles: they have to be closed when it is removed
+  RowCount count_;
+  std::uint64_t dim_, row_bytes_;
+  bool replaces_ = false;
+  FileId file_;
+  TypeId type_;
+  SpaceId space_;
+  DatasetId dataset_;
+  std::uint64_t written_ = 0;
+  std::vector<std::byte> pending_;
+};
+
+}  // namespace
+
+std::unique_ptr<RowWriter> create_hdf5_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                            const WriteOptions& options) {
+  if (options.chunk_rows > 0 && options.gzip < 0)
+    throw InvalidArgument(fmt::format("{}: chunk_rows is for compressed datasets; give a gzip level", printable(location.file)));
+  const std::string path = dataset_path(location);
+  std::error_code ignored;
+  const bool existing = !location.selector.empty() && std::filesystem::is_regular_file(location.file, ignored);
+  return std::make_unique<Hdf5RowWriter>(location, path, existing, rows, dim, dtype, options);
+}
+
+}  // namespace embermap

@@ -1,0 +1,37 @@
+// The lock that keeps a store to one writer.
+#pragma once
+
+#include <filesystem>
+#include <memory>
+
+namespace embermap {
+
+// Holds an exclusive lock on a file for as long as it lives. The lock belongs to the open file (F_OFD_SETLK): two locks of one
+// process exclude each other too, and the kernel releases it when the process dies, however it dies. Forked children do not keep
+// it alive: their copy of the descriptor is closed as they start. The file's text is "pid host\n" of the holder, and empty after
+// a clean release.
+class WriterLock {
+ public:
+  // Locks `file` (made if it is not there). Never waits.
+  // Throws LockedError "store X is open for writing in process 123 on host h" (X: `store`, for the message) if another holds it,
+  // IoError if the file cannot be opened for writing or its file system has no locks.
+  static WriterLock acquire(const std::filesystem::path& file, const std::filesystem::path& store);
+
+  WriterLock() noexcept;  // holds nothing
+  WriterLock(WriterLock&& other) noexcept;
+  WriterLock& operator=(WriterLock&& other) noexcept;
+  ~WriterLock();  // releases
+
+  // False in a forked child, which has no part in its parent's lock.
+  bool held() const noexcept;
+  void release() noexcept;
+  // Closes the descriptor and nothing more. For a forked child: its parent keeps the lock.
+  void forget() noexcept;
+
+ private:
+  struct Held;
+  explicit WriterLock(std::unique_ptr<Held> held) noexcept;
+  std::unique_ptr<Held> held_;
+};
+
+}  // namespace embermap

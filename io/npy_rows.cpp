@@ -1,0 +1,186 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/checked.hpp"
+#include "base/error.hpp"
+#include "base/size_text.hpp"
+#include "io/elements.hpp"
+#include "io/formats.hpp"
+#include "io/npy.hpp"
+
+namespace embermap {
+namespace {
+
+class NpyRowReader final : public RowReader {
+ public:
+  NpyRowReader(const Location& location, const ReadOptions& options)
+      : file_{File::open(location.file, File::Mode::kRead)}, header_{read_npy_header(file_)} {
+    where_ = printable(location.file);
+    if (!location.selector.empty()) where_ = fmt::format("{}:{}", where_, printable(location.selector));
+
+    StridedLayout layout;
+    layout.offset = header_.data_offset;
+    std::string_view descr = header_.descr;
+    std::vector<std::uint64_t> shape = header_.shape;
+    std::uint64_t inner = 0;  // dimensions that lie inside the record
+    if (header_.fields.empty()) {
+      if (!location.selector.empty())
+        throw NotFound(fmt::format("{}: there is no field '{}', the file is a plain array of {}", printable(location.file),
+                                   printable(location.selector), header_.dtype_text()));
+    } else {
+      const NpyField& field = find_field(location);
+      layout.offset += field.offset;
+      descr = field.descr;
+      shape.insert(shape.end(), field.shape.begin(), field.shape.end());
+      inner = field.shape.size();
+    }
+
+    layout.element = element_of(descr, options);
+    if (shape.size() != 2)
+      throw FormatError(location.file, fmt::format("{}shape {}: a table needs two dimensions, rows and columns",
+                                                   location.selector.empty() ? "" : printable(location.selector) + " has ",
+                                                   shape_to_text(shape)));
+    if (shape[1] == 0)
+      throw FormatError(location.file, fmt::format("shape {}: a table needs at least one column", shape_to_text(shape)));
+    layout.rows = rows_ = shape[0];
+    layout.dim = dim_ = shape[1];
+    dtype_ = layout.element.dtype;
+    const std::uint64_t record = header_.item_bytes;
+    if (inner == 1) {  // records of a row each
+      layout.row_stride = record;
+      layout.column_stride = item_size(dtype_);
+    } else if (inner == 2) {  // one record (or none) that holds a matrix: shape () x (rows, dim)
+      layout.row_stride = dim_ * item_size(dtype_);
+      layout.column_stride = item_size(dtype_);
+    } else {
+      layout.row_stride = header_.fortran_order ? record : dim_ * record;
+      layout.column_stride = header_.fortran_order ? rows_ * record : record;
+    }
+    strided_ = StridedRows([this](std::uint64_t offset, std::span<std::byte> out) { file_.read(offset, out); }, layout);
+  }
+
+  NpyRowReader(const NpyRowReader&) = delete;
+  NpyRowReader& operator=(const NpyRowReader&) = delete;
+
+  std::string description() const override {
+    return fmt::format("{}, NPY {}.{}, {} {}{}", where_, header_.major, header_.minor, header_.dtype_text(), header_.shape_text(),
+                       header_.fortran_order ? ", Fortran order" : "");
+  }
+
+  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
+    check_row_range(where_, first, count, rows_);
+    strided_.read(first, count, out);
+  }
+
+  std::uint64_t block_rows() const override { return strided_.block_rows(); }
+
+ private:
+  const NpyField& find_field(const Location& location) const {
+    if (location.selector.empty())
+      throw DTypeError(fmt::format("{} holds records {}: name the field to read, as in {}:{}", printable(location.file),
+                                   header_.dtype_text(), printable(location.file), printable(header_.fields.front().name)));
+    for (const NpyField& field : header_.fields)
+      if (field.name == location.selector) return field;
+    throw NotFound(fmt::format("{}: there is no field '{}' in its records {}", printable(location.file),
+                               printable(location.selector), header_.dtype_text()));
+  }
+
+  ElementFormat element_of(std::string_view descr, const ReadOptions& options) const {
+    ElementFormat element;
+    element.swap = descr.starts_with('>');
+    const std::string_view kind = descr.find_first_of("<>=|") == 0 ? descr.substr(1) : descr;
+    if (kind == "V2") {
+      if (options.dtype != DType::kBFloat16)
+        throw DTypeError(fmt::format(
+            "{} holds '{}', 2 bytes of unknown meaning a value; if they are bfloat16 (as ml_dtypes writes it), say so "
+            "with dtype bfloat16",
+            where_, printable(descr)));
+      element.dtype = DType::kBFloat16;
+      return element;
+    }
+    if (kind == "b1" || kind == "?") {
+      element.dtype = DType::kUInt8;
+      element.boolean = true;
+    } else if (const std::optional<DType> native = dtype_of_npy_descr(kind)) {
+      element.dtype = *native;
+    } else {
+      throw DTypeError(fmt::format("{} holds '{}', which a table cannot; it holds {}", where_, printable(descr), table_dtypes()));
+    }
+    check_requested_dtype(where_, element.dtype, options.dtype);
+    return element;
+  }
+
+  File file_;
+  NpyHeader header_;
+  std::string where_;
+  StridedRows strided_;
+};
+
+class NpyRowWriter final : public RowWriter {
+ public:
+  NpyRowWriter(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype, const WriteOptions& options)
+      : temporary_{TemporaryFile::create(location.file, options.overwrite)},
+        count_{printable(location.file), rows},
+        row_bytes_{checked_mul(dim, item_size(dtype), "bytes of a row")} {
+    const std::string header = format_npy_header(npy_descr(dtype), {}, 0, {rows, dim}, 0);
+    temporary_.file().reserve(
+        checked_add(header.size(), checked_mul(rows, row_bytes_, "bytes of the array"), "bytes of the file"));
+    temporary_.file().write(0, header);
+    end_ = header.size();
+  }
+
+  void write(std::uint64_t count, const std::byte* rows) override {
+    count_.add(count);
+    const std::uint64_t bytes = count * row_bytes_;
+    if (pending_.size() + bytes > kPendingBytes) flush();
+    if (bytes >= kPendingBytes) {
+      temporary_.file().write(end_, {rows, bytes});
+      end_ += bytes;
+    } else {
+      pending_.insert(pending_.end(), rows, rows + bytes);
+    }
+  }
+
+  void finish() override {
+    count_.finish();
+    flush();
+    temporary_.commit();
+  }
+
+ private:
+  static constexpr std::uint64_t kPendingBytes = 1_MiB;  // small writes are gathered to this
+
+  void flush() {
+    temporary_.file().write(end_, pending_);
+    end_ += pending_.size();
+    pending_.clear();
+  }
+
+  TemporaryFile temporary_;
+  RowCount count_;
+  std::uint64_t row_bytes_;
+  std::uint64_t end_ = 0;
+  std::vector<std::byte> pending_;
+};
+
+}  // namespace
+
+std::unique_ptr<RowReader> open_npy_rows(const Location& location, const ReadOptions& options) {
+  return std::make_unique<NpyRowReader>(location, options);
+}
+
+std::unique_ptr<RowWriter> create_npy_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                           const WriteOptions& options) {
+  if (!location.selector.empty())
+    throw InvalidArgument(fmt::format("{}:{}: a field of a .npy file cannot be written alone; leave '{}' out",
+                                      printable(location.file), printable(location.selector), printable(location.selector)));
+  if (options.gzip >= 0 || options.chunk_rows > 0)
+    throw InvalidArgument(
+        fmt::format("{}: .npy files are not compressed (gzip and chunk_rows are for HDF5)", printable(location.file)));
+  return std::make_unique<NpyRowWriter>(location, rows, dim, dtype, options);
+}
+
+}  // namespace embermap

@@ -1,0 +1,106 @@
+// Rows in files of any format, as streams: what import, export and convert are made of. Memory is bounded by the caller's blocks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/dtype.hpp"
+#include "io/file.hpp"
+
+namespace embermap {
+
+// Where rows lie: "x.npy", "x.npy:field", "x.h5:/group/dataset", "x.h5:/dataset:field" (of a compound type). The file is the
+// whole text if that exists, else what stands before the last ':' with a known extension before it (before an earlier such ':' if
+// only that file exists); the rest is the selector. Paths may contain ':' and any bytes but zero; extensions are known in any
+// case.
+struct Location {
+  enum class Format { kNpy, kHdf5 };
+  std::filesystem::path file;
+  std::string selector;
+  Format format = Format::kNpy;
+};
+
+// Throws InvalidArgument for an extension that is not known, listing those that are (.npy, .h5, .hdf5, .he5), and for nothing
+// after the ':'.
+Location parse_location(std::string_view text);
+
+struct ReadOptions {
+  // Takes ambiguous bytes (V2, opaque) as this; must otherwise equal the file's dtype (convert after reading).
+  std::optional<DType> dtype = {};
+  bool allow_external = false;  // HDF5: external raw files and virtual datasets, below the file's own folder
+};
+
+// Rows 0 .. rows() - 1 of dim() elements. Not thread-safe. Throws IoError, FormatError, DTypeError naming the file and dataset.
+class RowReader {
+ public:
+  virtual ~RowReader() = default;
+  std::uint64_t rows() const noexcept { return rows_; }
+  std::uint64_t dim() const noexcept { return dim_; }
+  DType dtype() const noexcept { return dtype_; }  // native order; bool files are read as uint8 0 or 1
+  virtual std::string description() const = 0;     // "x.h5:/v, chunked, gzip"
+  // Rows [first, first + count), contiguous, to `out`. Quick in ascending order.
+  virtual void read(std::uint64_t first, std::uint64_t count, std::byte* out) = 0;
+  // How many rows make a good block (whole chunks, about a MiB or a few; at least 1).
+  virtual std::uint64_t block_rows() const = 0;
+
+ protected:
+  std::uint64_t rows_ = 0, dim_ = 0;
+  DType dtype_ = DType::kFloat32;
+};
+
+// Opens a 2-D array, an array-typed 1-D dataset, or the field named by the selector of a structured one. Any other shape is
+// refused with that shape, and zero columns too. Big-endian and Fortran order are read; bytes of a bool other than 0 are 1. HDF5
+// without a selector takes the only numeric 2-D dataset, and lists the candidates if there are several (InvalidArgument). A name
+// that is not there is NotFound with what is; records without a field named are DTypeError with the fields. HDF5: filters that
+// are missing are named before anything is read (LZF is read by us); rows never written are the fill value; soft links are
+// followed, links into other files are not. A dataset that declares more than 1 GiB and stores less than a byte for every 1100 of
+// it is refused. At most 128 MiB of chunks are kept between reads, or one chunk if that is larger. A file open for writing
+// elsewhere is LockedError.
+std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions& options = {});
+
+struct WriteOptions {
+  bool overwrite = false;        // of the file, or of the dataset alone if an HDF5 selector names it in a file that exists
+  int gzip = -1;                 // HDF5: level 0 - 9 (with shuffle), -1 contiguous without compression
+  std::uint64_t chunk_rows = 0;  // HDF5 with gzip: 0 chooses about a MiB; at most the rows there are and 4 GiB
+};
+
+// Takes rows in order into a temporary file; finish() completes it under its name. Without finish() nothing is left behind.
+class RowWriter {
+ public:
+  virtual ~RowWriter() = default;
+  virtual void write(std::uint64_t count, const std::byte* rows) = 0;
+  virtual void finish() = 0;  // throws if fewer rows were written than promised
+};
+
+// Throws AlreadyExists, InvalidArgument (dim 0, sizes past 64 bits, options of another format), IoError (a disk too small at
+// once, where the file system can tell). HDF5 without a selector writes "/data" into a new file. With one, and a file that
+// exists, the dataset is put into a copy of that file, which replaces it in finish(): groups on the way are made, everything else
+// is kept, and the space of a dataset that was replaced may stay unused. Files are of HDF5's oldest format; bfloat16 is a float
+// type of 2 bytes.
+std::unique_ptr<RowWriter> create_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                       const WriteOptions& options = {});
+
+// What a narrowing conversion did to the values, to be reported.
+struct ConversionReport {
+  std::uint64_t became_infinite = 0;
+  std::uint64_t became_zero = 0;
+};
+
+// in: `count` elements of `from`; out: as many of `to`; may not overlap. Floats round to nearest even; float to integer demands
+// whole values in range, integer to narrower integer values in range, else DTypeError naming the first value and its index
+// (nothing is wrapped).
+void convert_elements(DType from, const std::byte* in, DType to, std::byte* out, std::uint64_t count, ConversionReport& report);
+
+// Called with rows done so far and in all; may throw to stop.
+using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
+
+// Copies all rows, converting to `to`, in blocks of at most `memory` bytes (BudgetError if a single row takes more). The caller
+// finishes the writer. A value that does not fit is DTypeError with its row and column.
+ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::uint64_t memory, const Progress& progress);
+
+}  // namespace embermap
