@@ -1,0 +1,132 @@
+// The CUDA side of a batch, behind a header that needs no CUDA. cuda/*.cu implements it; cuda_absent.cpp does in a build without
+// CUDA. The same binary runs on a machine without a GPU: cuda_devices() is then 0 and everything else throws CudaError.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/dtype.hpp"
+#include "base/thread_pool.hpp"
+#include "kernels/optimizer.hpp"
+
+namespace embermap {
+
+// A cudaStream_t; null is the legacy default stream. Owned by the caller.
+struct CudaStream {
+  void* handle = nullptr;
+};
+
+// Devices that can be used now: 0 in a build without CUDA, without a driver, or with none visible. Never throws, leaves no CUDA
+// error behind.
+int cuda_devices() noexcept;
+
+// Why cuda_devices() is 0 ("no CUDA driver is installed ...", "embermap was built without CUDA", ...); empty if it is not.
+std::string cuda_absence();
+
+// Host memory registered with CUDA (cudaHostRegister, portable and mapped) for as long as this lives, in pieces of at most 1 GiB.
+// It does not own the memory, which must outlive it. Registration is all or nothing: after a failure nothing stays registered,
+// CUDA's last error is cleared, and `error()` says what happened ("... pinned host memory ..." with the amount): not an
+// exception, for pageable copies work without it. Registering memory that is registered already counts as a failure, and so does
+// an empty range. Kernels read across the border of two pieces; cudaMemcpy and its kin refuse a range that does. Ending waits
+// until the device is idle. In a forked child the end leaves the parent's registration alone.
+class PinnedRange {
+ public:
+  PinnedRange() = default;
+  PinnedRange(std::byte* begin, std::uint64_t bytes);
+  PinnedRange(PinnedRange&& other) noexcept;
+  PinnedRange& operator=(PinnedRange&& other) noexcept;
+  ~PinnedRange();
+
+  bool registered() const noexcept { return bytes_ != 0; }
+  const std::string& error() const noexcept { return error_; }
+
+ private:
+  void release() noexcept;
+  [[maybe_unused]] std::byte* begin_ = nullptr;  // unused in a build without CUDA
+  std::uint64_t bytes_ = 0;
+  std::string error_;
+};
+
+// Where the frames of a table lie and how a row is found in them.
+struct FrameSource {
+  std::byte* slab = nullptr;  // host address of frame 0
+  bool registered = false;    // a PinnedRange covers the slab: kernels read and write it; otherwise rows go through host staging
+  std::uint64_t page_bytes = 0;  // from one frame to the next
+  std::uint64_t rows_per_page = 0;
+  std::uint64_t stride = 0;  // from one record to the next inside a frame
+};
+
+// A batch of ids on the device: sorted, distinct, with its pages, and the working set: one record (or slice of one) per distinct
+// id. Made by CudaEngine; owns its device memory, which is freed in the order of its stream. To be used with the engine and
+// stream it was made with (anything else is InvalidArgument), by one thread at a time. The stream must outlive it; the engine
+// need not.
+class CudaBatch {
+ public:
+  virtual ~CudaBatch() = default;
+  std::uint64_t count = 0;           // ids in the batch
+  std::uint64_t distinct = 0;        // distinct ids
+  std::vector<std::uint64_t> pages;  // distinct pages, ascending (host)
+  // Page pages[p] holds the distinct ids [page_starts[p], page_starts[p + 1]); pages.size() + 1 entries (host).
+  std::vector<std::uint64_t> page_starts;
+};
+
+// The CUDA side of the tables on one device. Thread safety: calls on different streams and batches may run at once.
+//
+// All work goes to the caller's stream, and nothing waits for the whole device. Device memory comes from a pool of the engine's
+// own; the caller's current device stays what it was. Every call throws CudaError if the stream is capturing a graph (the capture
+// goes on), and InvalidArgument for an address that the device cannot reach, before it does anything. Arrays of the caller may
+// lie at any address and must stay as they are until the stream has passed the call. On a batch without ids every call but
+// make_batch does nothing.
+class CudaEngine {
+ public:
+  // Throws CudaError if there is no such device.
+  static std::unique_ptr<CudaEngine> create(int device);
+  virtual ~CudaEngine() = default;
+  virtual int device() const noexcept = 0;
+
+  // Checks, sorts and groups `count` ids in device memory; the positions of one id stay in order. Waits for `stream` (the host
+  // needs the pages), so that `ids` is not read later. A bad id is thrown as RowIdError (table name for its text), first by
+  // position, before anything else happens; more than kMaxBatch ids (kernels/batch.hpp) are InvalidArgument. Takes 20 bytes of
+  // device memory per id for as long as the batch lives, and up to 60 more during the call.
+  virtual std::unique_ptr<CudaBatch> make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                                std::uint64_t rows_per_page, const std::string& table, CudaStream stream) = 0;
+
+  // Working set rows of pages [first_page, first_page + frames.size()) = bytes [offset, offset + bytes) of their records;
+  // frames[i] is where page batch.pages[first_page + i] lies. All calls for one batch use one (offset, bytes), kept for the calls
+  // below; `bytes` is a row's length in the working set. Enqueues: the frames must keep their pages until the stream has passed
+  // the call, `frames` may be reused at once. Without a registered slab it waits.
+  virtual void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
+                     std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream) = 0;
+
+  // Makes an uninitialised working set of `bytes` a row, for writes that replace whole rows: stands in for fetch.
+  virtual void reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) = 0;
+
+  // The way back: records of pages [first_page, ...) get their bytes from the working set. Enqueues; without a registered slab it
+  // waits.
+  virtual void write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                          std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream) = 0;
+
+  // out[i] = working set row of ids[i], `bytes` each (device memory, as all data below).
+  virtual void expand(CudaBatch& batch, std::byte* out, CudaStream stream) = 0;
+
+  // Working set row of each distinct id = the row of `in` at its last position.
+  virtual void assign(CudaBatch& batch, const std::byte* in, CudaStream stream) = 0;
+
+  // Working set row (a weight of dim elements) += sum over its positions; same rules and same bits as add_rows.
+  virtual void add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) = 0;
+
+  // One optimizer step on the working set (records from offset 0 to at least the end of their last field, their length a multiple
+  // of the largest item; `layout.stride` need not be that length); same rules and bits as step_rows.
+  virtual void step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads,
+                    DType grad_dtype, CudaStream stream) = 0;
+
+  // Waits until everything enqueued on `stream` is done; a failure of an earlier call surfaces here as CudaError.
+  virtual void wait(CudaStream stream) = 0;
+};
+
+}  // namespace embermap

@@ -1,0 +1,510 @@
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstring>
+#include <numeric>
+
+#include "base/checked.hpp"
+#include "base/error.hpp"
+#include "base/size_text.hpp"
+#include "kernels/batch.hpp"
+#include "kernels/cuda.hpp"
+#include "kernels/cuda/group_ids.hpp"
+#include "kernels/cuda/memory.hpp"
+#include "kernels/cuda/row_copy.hpp"
+#include "kernels/cuda/row_sum.hpp"
+#include "kernels/cuda/runtime.hpp"
+#include "kernels/rows.hpp"
+
+namespace embermap {
+namespace {
+
+using gpu::DeviceBuffer;
+using gpu::GroupHeader;
+using gpu::Layout;
+using gpu::native;
+using gpu::PageEntry;
+using gpu::StagingPool;
+
+constexpr std::uint64_t kStagingPiece = 8 << 20;  // rows of an unregistered slab cross in pieces of this size, two in flight
+constexpr std::uint64_t kFewPages = 1024;         // pages read back together with the counts, at least and
+constexpr std::uint64_t kManyPages = kStagingPiece / sizeof(PageEntry);  // at most
+
+class DeviceBatch final : public CudaBatch {
+ public:
+  const void* engine = nullptr;
+  cudaStream_t stream = nullptr;
+  std::uint64_t rows_per_page = 0;
+  DeviceBuffer memory;  // the arrays of `groups`
+  gpu::IdGroups groups;
+
+  DeviceBuffer working;  // distinct x bytes, from the first fetch or reserve on
+  bool has_working = false;
+  std::uint64_t offset = 0;
+  std::uint64_t bytes = 0;
+
+  // Copies of groups.page_index and groups.slots, made when rows go through the host.
+  std::vector<std::uint32_t> host_page_index;
+  std::vector<std::uint32_t> host_slots;
+};
+
+class Engine final : public CudaEngine {
+ public:
+  explicit Engine(int device) : device_{device}, pool_{device}, staging_{device} {
+    EMBERMAP_CUDA(cudaDeviceGetAttribute(&host_pointers_work_, cudaDevAttrCanUseHostPointerForRegisteredMem, device));
+    EMBERMAP_CUDA(cudaDeviceGetAttribute(&pageable_access_, cudaDevAttrPageableMemoryAccess, device));
+  }
+
+  int device() const noexcept override { return device_; }
+
+  std::unique_ptr<CudaBatch> make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                        std::uint64_t rows_per_page, const std::string& table, CudaStream stream) override;
+  void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
+             std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream) override;
+  void reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) override;
+  void write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
+                  ThreadPool& pool, CudaStream stream) override;
+  void expand(CudaBatch& batch, std::byte* out, CudaStream stream) override;
+  void assign(CudaBatch& batch, const std::byte* in, CudaStream stream) override;
+  void add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) override;
+  void step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads, DType grad_dtype,
+            CudaStream stream) override;
+  void wait(CudaStream stream) override;
+
+ private:
+  DeviceBatch& own(CudaBatch& batch, CudaStream stream, const char* call) const;
+  DeviceBatch& with_rows(CudaBatch& batch, CudaStream stream, const char* call) const;
+  void need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t bytes, const char* call);
+  void check_memory(const void* memory, const char* what) const;
+  void read_pages(DeviceBatch& batch, const GroupHeader& header, const PageEntry* entries, const PageEntry* first,
+                  std::uint64_t have);
+  gpu::FrameRows frame_rows(const DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                            const std::uint32_t* frames, std::uint64_t pages) const;
+  DeviceBuffer send_frames(std::span<const std::uint32_t> frames, cudaStream_t stream);
+  bool zero_copy(const FrameSource& source) const { return source.registered && host_pointers_work_ != 0; }
+  void fetch_through_host(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                          std::span<const std::uint32_t> frames, ThreadPool& pool);
+  void write_back_through_host(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                               std::span<const std::uint32_t> frames, ThreadPool& pool);
+  const std::byte* aligned_input(const DeviceBatch& batch, const std::byte* in, std::uint64_t bytes, std::uint64_t alignment,
+                                 DeviceBuffer& copy) const;
+
+  int device_;
+  int host_pointers_work_ = 0;  // kernels reach registered memory under its host address
+  int pageable_access_ = 0;     // kernels reach all host memory
+  gpu::MemoryPool pool_;
+  StagingPool staging_;
+  std::atomic<std::uint64_t> expected_pages_{0};  // of the next batch: how many to read back before their number is known
+};
+
+DeviceBatch& Engine::own(CudaBatch& batch, CudaStream stream, const char* call) const {
+  gpu::refuse_capture(native(stream), call);
+  auto* const mine = dynamic_cast<DeviceBatch*>(&batch);
+  if (mine == nullptr || mine->engine != this)
+    throw InvalidArgument(fmt::format("{}: the batch was made with another engine", call));
+  if (mine->stream != native(stream)) throw InvalidArgument(fmt::format("{}: the batch was made with another stream", call));
+  return *mine;
+}
+
+DeviceBatch& Engine::with_rows(CudaBatch& batch, CudaStream stream, const char* call) const {
+  DeviceBatch& mine = own(batch, stream, call);
+  if (mine.distinct != 0 && !mine.has_working)
+    throw InvalidArgument(fmt::format("{}: the batch has no rows yet; fetch or reserve them", call));
+  return mine;
+}
+
+// A kernel that follows a wrong address ends the process's use of CUDA, so addresses are looked at first.
+void Engine::check_memory(const void* memory, const char* what) const {
+  if (memory == nullptr) throw InvalidArgument(fmt::format("{}: null pointer", what));
+  cudaPointerAttributes attributes{};
+  EMBERMAP_CUDA(cudaPointerGetAttributes(&attributes, memory));
+  if (attributes.type == cudaMemoryTypeUnregistered && pageable_access_ == 0)
+    throw InvalidArgument(fmt::format("{}: not in the memory of CUDA device {}", what, device_));
+  if (attributes.type == cudaMemoryTypeDevice && attributes.device != device_)
+    throw InvalidArgument(fmt::format("{}: in the memory of CUDA device {}, not of {}", what, attributes.device, device_));
+}
+
+// The host has to know only the number of distinct ids and the pages, and to get both in one wait it asks for as many pages as
+// the last batches had. What is missing is read in a second one.
+std::unique_ptr<CudaBatch> Engine::make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                              std::uint64_t rows_per_page, const std::string& table, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  gpu::refuse_capture(native(stream), "make_batch");
+  if (count > kMaxBatch)
+    throw InvalidArgument(fmt::format("a batch of {} ids: at most {} are possible in one call", count, kMaxBatch));
+  if (rows_per_page == 0 || rows_per_page > std::uint64_t{1} << 32)
+    throw InvalidArgument(fmt::format("make_batch: {} rows per page", rows_per_page));
+
+  auto batch = std::make_unique<DeviceBatch>();
+  batch->engine = this;
+  batch->stream = native(stream);
+  batch->rows_per_page = rows_per_page;
+  batch->count = count;
+  batch->page_starts = {0};
+  if (count == 0) return batch;
+  check_memory(ids, "ids of a batch");
+
+  Layout layout;
+  const std::uint64_t inverse_at = layout.add(count, sizeof(std::uint32_t));
+  const std::uint64_t positions_at = layout.add(count, sizeof(std::uint32_t));
+  const std::uint64_t starts_at = layout.add(count + 1, sizeof(std::uint32_t));
+  const std::uint64_t page_index_at = layout.add(count, sizeof(std::uint32_t));
+  const std::uint64_t slots_at = layout.add(count, sizeof(std::uint32_t));
+  batch->memory = DeviceBuffer(pool_, layout.bytes(), batch->stream);
+  batch->groups = {.inverse = batch->memory.at<std::uint32_t>(inverse_at),
+                   .positions = batch->memory.at<std::uint32_t>(positions_at),
+                   .starts = batch->memory.at<std::uint32_t>(starts_at),
+                   .page_index = batch->memory.at<std::uint32_t>(page_index_at),
+                   .slots = batch->memory.at<std::uint32_t>(slots_at)};
+
+  const std::uint64_t most_pages = std::max<std::uint64_t>(std::min(count, ceil_div(rows, rows_per_page)), 1);
+  const DeviceBuffer result(pool_, sizeof(GroupHeader) + most_pages * sizeof(PageEntry), batch->stream);
+  auto* const header = result.at<GroupHeader>(0);
+  auto* const entries = result.at<PageEntry>(sizeof(GroupHeader));
+  gpu::group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, header, entries, pool_,
+                 batch->stream);
+
+  const std::uint64_t first_copy =
+      std::min(most_pages, std::clamp(expected_pages_.load(std::memory_order_relaxed), kFewPages, kManyPages));
+  const std::uint64_t first_bytes = sizeof(GroupHeader) + first_copy * sizeof(PageEntry);
+  StagingPool::Lease staging = staging_.acquire(first_bytes, batch->stream);
+  EMBERMAP_CUDA(cudaMemcpyAsync(staging.data(), header, first_bytes, cudaMemcpyDeviceToHost, batch->stream));
+  EMBERMAP_CUDA(cudaStreamSynchronize(batch->stream));
+  staging.settled();
+
+  GroupHeader counts{};
+  std::memcpy(&counts, staging.data(), sizeof counts);
+  if (counts.bad_position != gpu::kNoBadId) {
+    std::int64_t bad = 0;
+    EMBERMAP_CUDA(cudaMemcpyAsync(&bad, ids + counts.bad_position, sizeof bad, cudaMemcpyDefault, batch->stream));
+    EMBERMAP_CUDA(cudaStreamSynchronize(batch->stream));
+    throw RowIdError(table, bad, counts.bad_position, rows);
+  }
+  batch->distinct = counts.distinct;
+  read_pages(*batch, counts, entries, reinterpret_cast<const PageEntry*>(staging.data() + sizeof(GroupHeader)), first_copy);
+  // A little more than was needed; it shrinks slowly, so that one small batch among large ones costs nothing.
+  const std::uint64_t before = expected_pages_.load(std::memory_order_relaxed);
+  expected_pages_.store(std::max(counts.pages + counts.pages / 8, before - before / 16), std::memory_order_relaxed);
+  return batch;
+}
+
+// Fills batch.pages and page_starts: `have` entries are at `first` in host memory, all are at `entries` in device memory.
+void Engine::read_pages(DeviceBatch& batch, const GroupHeader& header, const PageEntry* entries, const PageEntry* first,
+                        std::uint64_t have) {
+  batch.pages.resize(header.pages);
+  batch.page_starts.resize(header.pages + 1);
+  batch.page_starts[header.pages] = header.distinct;
+  const auto take = [&](const PageEntry* from, std::uint64_t begin, std::uint64_t count) {
+    for (std::uint64_t i = 0; i < count; ++i) {
+      batch.pages[begin + i] = from[i].page;
+      batch.page_starts[begin + i] = from[i].first;
+    }
+  };
+  have = std::min(have, header.pages);
+  take(first, 0, have);
+  if (have == header.pages) return;
+  constexpr std::uint64_t kPiece = kStagingPiece / sizeof(PageEntry);
+  StagingPool::Lease staging = staging_.acquire(std::min(kPiece, header.pages - have) * sizeof(PageEntry), batch.stream);
+  for (std::uint64_t begin = have; begin < header.pages; begin += kPiece) {
+    const std::uint64_t count = std::min(kPiece, header.pages - begin);
+    EMBERMAP_CUDA(
+        cudaMemcpyAsync(staging.data(), entries + begin, count * sizeof(PageEntry), cudaMemcpyDeviceToHost, batch.stream));
+    EMBERMAP_CUDA(cudaStreamSynchronize(batch.stream));
+    take(reinterpret_cast<const PageEntry*>(staging.data()), begin, count);
+  }
+  staging.settled();
+}
+
+// The working set for rows of `bytes` at `offset`, made if it is not there.
+void Engine::need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t bytes, const char* call) {
+  if (bytes == 0) throw InvalidArgument(fmt::format("{}: rows of 0 bytes", call));
+  if (batch.has_working) {
+    if (batch.offset != offset || batch.bytes != bytes)
+      throw InvalidArgument(fmt::format("{}: bytes [{}, +{}) of each record, but the batch already has [{}, +{})", call, offset,
+                                        bytes, batch.offset, batch.bytes));
+    return;
+  }
+  batch.working = DeviceBuffer(pool_, checked_mul(batch.distinct, bytes, "working set of a batch"), batch.stream);
+  batch.offset = offset;
+  batch.bytes = bytes;
+  batch.has_working = true;
+}
+
+void Engine::reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  need_rows(own(batch, stream, "reserve"), offset, bytes, "reserve");
+}
+
+// Describes the rows of pages [first_page, first_page + pages). `frames` is only passed on.
+gpu::FrameRows Engine::frame_rows(const DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                                  const std::uint32_t* frames, std::uint64_t pages) const {
+  const std::uint64_t begin = batch.page_starts[first_page];
+  return {.slab = source.slab,
+          .page_bytes = source.page_bytes,
+          .stride = source.stride,
+          .offset = batch.offset,
+          .row_bytes = batch.bytes,
+          .page_index = batch.groups.page_index + begin,
+          .slots = batch.groups.slots + begin,
+          .frames = frames,
+          .first_page = static_cast<std::uint32_t>(first_page),
+          .working = batch.working.data() + begin * batch.bytes,
+          .rows = batch.page_starts[first_page + pages] - begin};
+}
+
+namespace {
+
+// What fetch and write_back demand of their arguments: bytes [offset, offset + bytes) of a record lie in its stride, and a page's
+// records in its frame.
+void check_source(const DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page, std::uint64_t pages,
+                  std::uint64_t offset, std::uint64_t bytes, const char* call) {
+  if (first_page > batch.pages.size() || pages > batch.pages.size() - first_page)
+    throw InvalidArgument(fmt::format("{}: pages [{}, +{}) of a batch with {}", call, first_page, pages, batch.pages.size()));
+  if (pages == 0) return;
+  if (source.slab == nullptr) throw InvalidArgument(fmt::format("{}: no slab", call));
+  if (source.rows_per_page != batch.rows_per_page)
+    throw InvalidArgument(
+        fmt::format("{}: {} rows per page, but the batch was made for {}", call, source.rows_per_page, batch.rows_per_page));
+  if (offset > source.stride || bytes > source.stride - offset)
+    throw InvalidArgument(fmt::format("{}: bytes [{}, +{}) of records of {}", call, offset, bytes, source.stride));
+  const std::uint64_t last = checked_mul(source.rows_per_page - 1, source.stride, "records of a page");
+  if (checked_add(last, offset + bytes, "records of a page") > source.page_bytes)
+    throw InvalidArgument(fmt::format("{}: {} records of {} bytes do not fit in pages of {}", call, source.rows_per_page,
+                                      source.stride, source.page_bytes));
+}
+
+}  // namespace
+
+// The frame numbers on the device. They pass through staging, so that the caller's span may change at once.
+DeviceBuffer Engine::send_frames(std::span<const std::uint32_t> frames, cudaStream_t stream) {
+  DeviceBuffer out(pool_, frames.size_bytes(), stream);
+  StagingPool::Lease staging = staging_.acquire(frames.size_bytes(), stream);
+  std::memcpy(staging.data(), frames.data(), frames.size_bytes());
+  EMBERMAP_CUDA(cudaMemcpyAsync(out.data(), staging.data(), frames.size_bytes(), cudaMemcpyHostToDevice, stream));
+  return out;
+}
+
+void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
+                   std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  DeviceBatch& mine = own(batch, stream, "fetch");
+  check_source(mine, source, first_page, frames.size(), offset, bytes, "fetch");
+  need_rows(mine, offset, bytes, "fetch");
+  if (frames.empty()) return;
+  if (!zero_copy(source)) return fetch_through_host(mine, source, first_page, frames, pool);
+  const DeviceBuffer on_device = send_frames(frames, mine.stream);
+  gpu::copy_from_frames(frame_rows(mine, source, first_page, on_device.at<std::uint32_t>(0), frames.size()), mine.stream);
+}
+
+void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                        std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  DeviceBatch& mine = with_rows(batch, stream, "write_back");
+  check_source(mine, source, first_page, frames.size(), mine.offset, mine.bytes, "write_back");
+  if (frames.empty()) return;
+  if (!zero_copy(source)) return write_back_through_host(mine, source, first_page, frames, pool);
+  const DeviceBuffer on_device = send_frames(frames, mine.stream);
+  gpu::copy_to_frames(frame_rows(mine, source, first_page, on_device.at<std::uint32_t>(0), frames.size()), mine.stream);
+}
+
+namespace {
+
+// Rows of an unregistered slab on their way through host memory, in pieces.
+class HostPieces {
+ public:
+  HostPieces(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
+             ThreadPool& pool)
+      : batch_{batch},
+        source_{source},
+        first_page_{first_page},
+        frames_{frames},
+        pool_{pool},
+        begin_{batch.page_starts[first_page]},
+        end_{batch.page_starts[first_page + frames.size()]},
+        piece_{std::clamp<std::uint64_t>(kStagingPiece / batch.bytes, 1, end_ - begin_)} {
+    if (batch.host_slots.empty()) {
+      std::vector<std::uint32_t> page_index(batch.distinct);
+      std::vector<std::uint32_t> slots(batch.distinct);
+      const std::uint64_t bytes = batch.distinct * sizeof(std::uint32_t);
+      EMBERMAP_CUDA(cudaMemcpyAsync(page_index.data(), batch.groups.page_index, bytes, cudaMemcpyDeviceToHost, batch.stream));
+      EMBERMAP_CUDA(cudaMemcpyAsync(slots.data(), batch.groups.slots, bytes, cudaMemcpyDeviceToHost, batch.stream));
+      EMBERMAP_CUDA(cudaStreamSynchronize(batch.stream));
+      batch.host_page_index = std::move(page_index);
+      batch.host_slots = std::move(slots);
+    }
+    addresses_.resize(piece_);
+  }
+
+  std::uint64_t pieces() const { return ceil_div(end_ - begin_, piece_); }
+  std::uint64_t piece_bytes() const { return piece_ * batch_.bytes; }
+  std::uint64_t bytes(std::uint64_t piece) const { return rows(piece) * batch_.bytes; }
+  std::byte* working(std::uint64_t piece) const { return batch_.working.data() + first(piece) * batch_.bytes; }
+
+  // Host addresses of the records of a piece; valid until the next call.
+  std::span<std::byte* const> addresses(std::uint64_t piece) {
+    const std::uint64_t from = first(piece);
+    const std::uint64_t count = rows(piece);
+    pool_.parallel_for(count, 16384, [&](std::uint64_t begin, std::uint64_t end) {
+      for (std::uint64_t i = begin; i < end; ++i) {
+        const std::uint64_t frame = frames_[batch_.host_page_index[from + i] - first_page_];
+        addresses_[i] = source_.slab + frame * source_.page_bytes + batch_.host_slots[from + i] * source_.stride + batch_.offset;
+      }
+    });
+    return {addresses_.data(), count};
+  }
+
+ private:
+  std::uint64_t first(std::uint64_t piece) const { return begin_ + piece * piece_; }
+  std::uint64_t rows(std::uint64_t piece) const { return std::min(piece_, end_ - first(piece)); }
+
+  DeviceBatch& batch_;
+  const FrameSource& source_;
+  std::uint64_t first_page_;
+  std::span<const std::uint32_t> frames_;
+  ThreadPool& pool_;
+  std::uint64_t begin_, end_, piece_;  // rows
+  std::vector<std::byte*> addresses_;
+};
+
+}  // namespace
+
+void Engine::fetch_through_host(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                                std::span<const std::uint32_t> frames, ThreadPool& pool) {
+  HostPieces rows(batch, source, first_page, frames, pool);
+  std::array<StagingPool::Lease, 2> staging;
+  for (std::uint64_t piece = 0; piece < rows.pieces(); ++piece) {
+    StagingPool::Lease& lease = staging[piece % 2];
+    if (piece < 2)
+      lease = staging_.acquire(rows.piece_bytes(), batch.stream);
+    else
+      lease.wait();
+    const std::span<std::byte* const> from = rows.addresses(piece);
+    gather_rows({from.data(), from.size()}, batch.bytes, lease.data(), pool);
+    EMBERMAP_CUDA(cudaMemcpyAsync(rows.working(piece), lease.data(), rows.bytes(piece), cudaMemcpyHostToDevice, batch.stream));
+    lease.mark();
+  }
+  EMBERMAP_CUDA(cudaStreamSynchronize(batch.stream));
+  for (StagingPool::Lease& lease : staging) lease.settled();
+}
+
+void Engine::write_back_through_host(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                                     std::span<const std::uint32_t> frames, ThreadPool& pool) {
+  HostPieces rows(batch, source, first_page, frames, pool);
+  std::array<StagingPool::Lease, 2> staging;
+  const auto bring = [&](std::uint64_t piece) {
+    StagingPool::Lease& lease = staging[piece % 2];
+    if (piece < 2) lease = staging_.acquire(rows.piece_bytes(), batch.stream);
+    EMBERMAP_CUDA(cudaMemcpyAsync(lease.data(), rows.working(piece), rows.bytes(piece), cudaMemcpyDeviceToHost, batch.stream));
+    lease.mark();
+  };
+  std::vector<std::uint32_t> sources(rows.piece_bytes() / batch.bytes);
+  std::iota(sources.begin(), sources.end(), 0U);
+  bring(0);
+  for (std::uint64_t piece = 0; piece < rows.pieces(); ++piece) {
+    if (piece + 1 < rows.pieces()) bring(piece + 1);
+    StagingPool::Lease& lease = staging[piece % 2];
+    lease.wait();
+    const std::span<std::byte* const> to = rows.addresses(piece);
+    scatter_rows(to, std::span(sources).first(to.size()), batch.bytes, lease.data(), pool);
+  }
+  for (StagingPool::Lease& lease : staging) lease.settled();
+}
+
+void Engine::expand(CudaBatch& batch, std::byte* out, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  const DeviceBatch& mine = with_rows(batch, stream, "expand");
+  if (mine.count == 0) return;
+  check_memory(out, "output of expand");
+  gpu::expand_rows(mine.working.data(), mine.groups.inverse, mine.count, mine.bytes, out, mine.stream);
+}
+
+void Engine::assign(CudaBatch& batch, const std::byte* in, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  const DeviceBatch& mine = with_rows(batch, stream, "assign");
+  if (mine.count == 0) return;
+  check_memory(in, "input of assign");
+  gpu::assign_rows(mine.working.data(), mine.groups.positions, mine.groups.starts, mine.distinct, mine.bytes, in, mine.stream);
+}
+
+// `in` itself, or a copy of it where its address is not a multiple of `alignment` (a view into a byte buffer).
+const std::byte* Engine::aligned_input(const DeviceBatch& batch, const std::byte* in, std::uint64_t bytes,
+                                       std::uint64_t alignment, DeviceBuffer& copy) const {
+  if (reinterpret_cast<std::uintptr_t>(in) % alignment == 0) return in;
+  copy = DeviceBuffer(pool_, bytes, batch.stream);
+  EMBERMAP_CUDA(cudaMemcpyAsync(copy.data(), in, bytes, cudaMemcpyDefault, batch.stream));
+  return copy.data();
+}
+
+void Engine::add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  const DeviceBatch& mine = with_rows(batch, stream, "add");
+  if (mine.count == 0) return;
+  const std::uint64_t row_bytes = checked_mul(dim, item_size(dtype), "bytes of a row");
+  if (row_bytes != mine.bytes)
+    throw InvalidArgument(fmt::format("add: {} x {} on rows of {} bytes", dim, dtype_name(dtype), mine.bytes));
+  check_memory(in, "input of add");
+  DeviceBuffer copy;
+  in = aligned_input(mine, in, checked_mul(mine.count, row_bytes, "input of a batch"), item_size(dtype), copy);
+  gpu::add_grouped({mine.working.data(), mine.bytes, mine.groups.positions, mine.groups.starts, mine.distinct, mine.count}, dim,
+                   dtype, in, pool_, mine.stream);
+}
+
+void Engine::step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads,
+                  DType grad_dtype, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  const DeviceBatch& mine = with_rows(batch, stream, "step");
+  const bool half = layout.dtype == DType::kFloat16 || layout.dtype == DType::kBFloat16;
+  if (!is_floating(layout.dtype))
+    throw DTypeError(fmt::format("step: rows of dtype {} cannot be trained", dtype_name(layout.dtype)));
+  if (grad_dtype != layout.dtype && !(half && grad_dtype == DType::kFloat32))
+    throw DTypeError(
+        fmt::format("step: gradients of dtype {} for rows of dtype {}", dtype_name(grad_dtype), dtype_name(layout.dtype)));
+  if (mine.count == 0) return;
+
+  const bool has_state = scalars.kind != StepScalars::Kind::kSgd;
+  const std::uint64_t state_item = item_size(state_dtype(layout.dtype));
+  const std::uint64_t weight_end = checked_mul(layout.dim, item_size(layout.dtype), "bytes of a weight");
+  const std::uint64_t end = has_state ? checked_add(layout.state_offset[0],
+                                                    checked_mul(layout.dim, state_item, "bytes of a state"), "bytes of a record")
+                                      : weight_end;
+  if (has_state && (layout.states == 0 || layout.state_offset[0] < weight_end || layout.state_offset[0] % state_item != 0))
+    throw InvalidArgument(fmt::format("step: {} state fields, the first at byte {}, for a weight of {} bytes", layout.states,
+                                      layout.state_offset[0], weight_end));
+  if (mine.offset != 0 || mine.bytes < end || mine.bytes % (has_state ? state_item : item_size(layout.dtype)) != 0)
+    throw InvalidArgument(
+        fmt::format("step: the batch has bytes [{}, +{}) of each record, the step needs [0, +{})", mine.offset, mine.bytes, end));
+  check_memory(grads, "gradients of step");
+  DeviceBuffer copy;
+  const std::uint64_t grad_row = checked_mul(layout.dim, item_size(grad_dtype), "bytes of a gradient");
+  grads = aligned_input(mine, grads, checked_mul(mine.count, grad_row, "gradients of a batch"), item_size(grad_dtype), copy);
+  gpu::step_grouped({mine.working.data(), mine.bytes, mine.groups.positions, mine.groups.starts, mine.distinct, mine.count},
+                    layout, scalars, grads, grad_dtype, pool_, mine.stream);
+}
+
+void Engine::wait(CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  gpu::refuse_capture(native(stream), "wait");
+  EMBERMAP_CUDA(cudaStreamSynchronize(native(stream)));
+}
+
+}  // namespace
+
+std::unique_ptr<CudaEngine> CudaEngine::create(int device) {
+  const int devices = cuda_devices();
+  if (devices == 0) throw CudaError(fmt::format("CUDA device {} cannot be used: {}", device, cuda_absence()));
+  if (device < 0 || device >= devices)
+    throw CudaError(fmt::format("CUDA device {} does not exist: {} {} visible", device, devices, devices == 1 ? "is" : "are"));
+  gpu::remember_process();
+  const gpu::ScopedDevice current(device);
+  int has_pools = 0;
+  EMBERMAP_CUDA(cudaDeviceGetAttribute(&has_pools, cudaDevAttrMemoryPoolsSupported, device));
+  if (has_pools == 0)
+    throw CudaError(fmt::format("CUDA device {} cannot be used: it has no stream-ordered memory pools", device));
+  gpu::check_kernels_run(device);
+  return std::make_unique<Engine>(device);
+}
+
+}  // namespace embermap

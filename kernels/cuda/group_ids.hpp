@@ -1,0 +1,42 @@
+// Sorting and grouping the ids of a batch on the device. Private to kernels/cuda/.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "kernels/cuda/memory.hpp"
+
+namespace embermap::gpu {
+
+// Device arrays that describe a batch of `count` ids with `distinct` distinct ones, u = 0, 1, ... in ascending order of id.
+struct IdGroups {
+  std::uint32_t* inverse = nullptr;     // [count]: which distinct id stands at position i
+  std::uint32_t* positions = nullptr;   // [count]: those of id u, ascending, are positions[starts[u] .. starts[u + 1])
+  std::uint32_t* starts = nullptr;      // [count + 1], of which distinct + 1 are used
+  std::uint32_t* page_index = nullptr;  // [count], of which distinct are used: place of its page among the distinct pages
+  std::uint32_t* slots = nullptr;       // likewise: its row inside the page
+};
+
+// What the host has to know of a batch: a header followed by the distinct pages, ascending, each with its first distinct id.
+struct GroupHeader {
+  std::uint64_t bad_position;  // first position of an id outside [0, rows), or kNoBadId; everything else is then meaningless
+  std::uint64_t distinct;
+  std::uint64_t pages;
+  std::uint64_t unused;
+};
+struct PageEntry {
+  std::uint64_t page;
+  std::uint64_t first;
+};
+inline constexpr std::uint64_t kNoBadId = ~std::uint64_t{0};
+
+// Fills `groups`, `header` and `entries` (device memory, as `ids`); entries has room for min(count, pages of the table), at
+// least 1. Preconditions: count > 0, 0 < rows_per_page <= 2^32. Enqueues.
+void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
+               const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream);
+
+// Throws CudaError if the kernels of this build do not run on `device`, which must be current.
+void check_kernels_run(int device);
+
+}  // namespace embermap::gpu

@@ -1,0 +1,83 @@
+// Kernels around the sort of a batch's ids. Key is std::uint32_t where the table's ids fit, else std::uint64_t.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/cuda/group_ids.hpp"
+
+namespace embermap::gpu::device {
+
+// Which page a row lies on: a shift where rows_per_page is a power of two.
+struct PageOf {
+  std::uint64_t rows_per_page;
+  int shift;  // -1: divide
+
+  template <class Key>
+  __host__ __device__ Key operator()(Key id) const {
+    if (shift >= 0) return shift < int{sizeof(Key) * 8} ? id >> shift : Key{0};
+    return static_cast<Key>(id / rows_per_page);
+  }
+};
+
+// keys[i] = ids[i], positions[i] = i, and the first position of a bad id into *bad, which begins as kNoBadId. A bad id counts as
+// row 0 from here on: the kernels that follow then stay inside their arrays, and the host throws their results away.
+template <class Key>
+__global__ void __launch_bounds__(256) load_ids(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, Key* keys,
+                                                std::uint32_t* positions, unsigned long long* bad) {
+  const std::uint64_t step = std::uint64_t{gridDim.x} * blockDim.x;
+  for (std::uint64_t i = std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    const auto id = static_cast<std::uint64_t>(ids[i]);  // negative ids become larger than any number of rows
+    const bool good = id < rows;
+    if (!good) atomicMin(bad, static_cast<unsigned long long>(i));
+    keys[i] = good ? static_cast<Key>(id) : Key{0};
+    positions[i] = static_cast<std::uint32_t>(i);
+  }
+}
+
+// What sorted key j adds to the running counts: 1 in the low half if it begins a group, 1 in the high half if it begins a page.
+// Both counts stay below 2^32, so that one scan makes both.
+template <class Key>
+struct HeadFlags {
+  const Key* keys;
+  PageOf page_of;
+
+  __host__ __device__ std::uint64_t operator()(std::uint32_t j) const {
+    if (j == 0) return (std::uint64_t{1} << 32) | 1;
+    const Key key = keys[j];
+    const Key before = keys[j - 1];
+    if (key == before) return 0;
+    return (std::uint64_t{page_of(key) != page_of(before)} << 32) | 1;
+  }
+};
+
+// Writes the groups from the sorted (key, position) pairs and the running counts of HeadFlags.
+template <class Key>
+__global__ void __launch_bounds__(256)
+    write_groups(const Key* keys, const std::uint32_t* positions, const std::uint64_t* counts, std::uint64_t count,
+                 PageOf page_of, IdGroups groups, GroupHeader* header, PageEntry* entries) {
+  const std::uint64_t step = std::uint64_t{gridDim.x} * blockDim.x;
+  for (std::uint64_t j = std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; j < count; j += step) {
+    const std::uint64_t here = counts[j];
+    const std::uint64_t before = j == 0 ? 0 : counts[j - 1];
+    const auto group = static_cast<std::uint32_t>(here) - 1U;
+    const auto page_index = static_cast<std::uint32_t>(here >> 32) - 1U;
+    const std::uint32_t position = positions[j];
+    groups.inverse[position] = group;
+    groups.positions[j] = position;
+    if (here != before) {
+      const Key key = keys[j];
+      const Key page = page_of(key);
+      groups.starts[group] = static_cast<std::uint32_t>(j);
+      groups.page_index[group] = page_index;
+      groups.slots[group] = static_cast<std::uint32_t>(key - static_cast<Key>(page * page_of.rows_per_page));
+      if (here >> 32 != before >> 32) entries[page_index] = PageEntry{page, group};
+    }
+    if (j == count - 1) {
+      groups.starts[group + 1U] = static_cast<std::uint32_t>(count);
+      header->distinct = std::uint64_t{group} + 1U;
+      header->pages = std::uint64_t{page_index} + 1U;
+    }
+  }
+}
+
+}  // namespace embermap::gpu::device

@@ -1,0 +1,128 @@
+#include <fmt/format.h>
+
+#include <cstring>
+#include <string_view>
+#include <type_traits>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include "base/error.hpp"
+#include "kernels/row_walk.hpp"
+#include "kernels/rows.hpp"
+
+namespace embermap {
+namespace {
+
+// Outputs that no cache would keep anyway are written past the caches. Measured on rows of random places: 15 % faster for rows of
+// 512 and 1024 bytes and 64 MiB or more in all, equal at 16 - 32 MiB, slower for longer rows, where memcpy does better.
+constexpr std::uint64_t kStreamTotal = std::uint64_t{32} << 20;
+constexpr std::uint64_t kStreamRow = 1024;
+
+#if defined(__SSE2__)
+constexpr bool kCanStream = true;
+
+// Precondition: `to` and `bytes` are multiples of 16.
+EMBERMAP_ALWAYS_INLINE inline void stream_row(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  const auto read = [&](std::uint64_t at) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)); };
+  const auto write = [&](std::uint64_t at, __m128i value) { _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), value); };
+  std::uint64_t at = 0;
+  for (; at + 64 <= bytes; at += 64) {  // four loads, then four stores: a whole line leaves at once
+    const __m128i a = read(at);
+    const __m128i b = read(at + 16);
+    const __m128i c = read(at + 32);
+    const __m128i d = read(at + 48);
+    write(at, a);
+    write(at + 16, b);
+    write(at + 32, c);
+    write(at + 48, d);
+  }
+  for (; at < bytes; at += 16) write(at, read(at));
+}
+void finish_streaming() { _mm_sfence(); }
+#else
+constexpr bool kCanStream = false;
+void stream_row(std::byte*, const std::byte*, std::uint64_t) {}
+void finish_streaming() {}
+#endif
+
+bool aligned(const void* address, std::uint64_t bytes) { return reinterpret_cast<std::uintptr_t>(address) % bytes == 0; }
+
+// target(i)[0, bytes) = source(i)[0, bytes) for i in [begin, end). Bytes is a std::integral_constant for common lengths: the copy
+// is then a few instructions instead of a call.
+template <class Bytes, class Source, class Target>
+void copy_range(Bytes bytes, std::uint64_t begin, std::uint64_t end, std::uint64_t count, const Source& source,
+                const Target& target) {
+  const std::uint64_t ahead = detail::prefetch_distance(bytes);
+  for (std::uint64_t i = begin; i < end; ++i) {
+    if (i + ahead < count) detail::prefetch(source(i + ahead), bytes);
+    std::memcpy(target(i), source(i), bytes);
+  }
+}
+
+// `line` is what a target must be a multiple of to be streamed: whole lines, unless rows lie one behind the other.
+template <class Source, class Target>
+void stream_range(std::uint64_t bytes, std::uint64_t line, std::uint64_t begin, std::uint64_t end, std::uint64_t count,
+                  const Source& source, const Target& target) {
+  const std::uint64_t ahead = 2 * detail::prefetch_distance(bytes);
+  for (std::uint64_t i = begin; i < end; ++i) {
+    if (i + ahead < count) detail::prefetch(source(i + ahead), bytes);
+    std::byte* const to = target(i);
+    if (aligned(to, line))
+      stream_row(to, source(i), bytes);
+    else
+      std::memcpy(to, source(i), bytes);
+  }
+  finish_streaming();
+}
+
+template <class Source, class Target>
+void copy_rows(std::uint64_t count, std::uint64_t bytes, std::uint64_t line, ThreadPool& pool, const Source& source,
+               const Target& target) {
+  if (count == 0 || bytes == 0) return;
+  const bool streamed = kCanStream && bytes % line == 0 && bytes <= kStreamRow && count >= kStreamTotal / bytes;
+  pool.parallel_for(count, std::max<std::uint64_t>(1, detail::kGrainBytes / bytes), [&](std::uint64_t begin, std::uint64_t end) {
+    if (streamed) return stream_range(bytes, line, begin, end, count, source, target);
+    const auto copy = [&](auto length) { copy_range(length, begin, end, count, source, target); };
+    switch (bytes) {
+      case 4: return copy(std::integral_constant<std::uint64_t, 4>{});
+      case 8: return copy(std::integral_constant<std::uint64_t, 8>{});
+      case 16: return copy(std::integral_constant<std::uint64_t, 16>{});
+      case 32: return copy(std::integral_constant<std::uint64_t, 32>{});
+      case 64: return copy(std::integral_constant<std::uint64_t, 64>{});
+      case 128: return copy(std::integral_constant<std::uint64_t, 128>{});
+      default: return copy(bytes);
+    }
+  });
+}
+
+void require_same(std::uint64_t rows, std::uint64_t places, std::string_view what) {
+  if (rows != places) throw InvalidArgument(fmt::format("{} rows and {} {}", rows, places, what));
+}
+
+}  // namespace
+
+void gather_rows(std::span<const std::byte* const> rows, std::uint64_t row_bytes, std::byte* out, ThreadPool& pool) {
+  copy_rows(
+      rows.size(), row_bytes, aligned(out, 16) ? 16 : 64, pool, [=](std::uint64_t i) { return rows[i]; },
+      [=](std::uint64_t i) { return out + i * row_bytes; });
+}
+
+void gather_rows_to(std::span<const std::byte* const> rows, std::span<const std::uint32_t> positions, std::uint64_t row_bytes,
+                    std::byte* out, ThreadPool& pool) {
+  require_same(rows.size(), positions.size(), "positions");
+  copy_rows(
+      rows.size(), row_bytes, 64, pool, [=](std::uint64_t i) { return rows[i]; },
+      [=](std::uint64_t i) { return out + positions[i] * row_bytes; });
+}
+
+void scatter_rows(std::span<std::byte* const> rows, std::span<const std::uint32_t> sources, std::uint64_t row_bytes,
+                  const std::byte* in, ThreadPool& pool) {
+  require_same(rows.size(), sources.size(), "sources");
+  copy_rows(
+      rows.size(), row_bytes, 64, pool, [=](std::uint64_t i) { return in + sources[i] * row_bytes; },
+      [=](std::uint64_t i) { return rows[i]; });
+}
+
+}  // namespace embermap
