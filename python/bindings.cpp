@@ -1,0 +1,493 @@
+// embermap._core: the C++ interface as Python sees it, without conveniences. Host arrays come as flat int64 ids and flat bytes,
+// device memory as addresses; dtypes by name. What ids and values may be, shapes and results are the business of the Python files
+// beside it.
+//
+// Every call that can wait releases the GIL. Progress callbacks take it again, and look for signals, so that Ctrl-C ends a long
+// call.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <exception>
+#include <filesystem>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "base/size_text.hpp"
+#include "io/rows.hpp"
+#include "kernels/cuda.hpp"
+#include "store/store.hpp"
+#include "store/table.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace embermap::python {
+namespace {
+
+using Ids = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableBytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Dtype = std::optional<std::string_view>;
+
+using Report = nb::typed<nb::dict, nb::str, nb::any>;
+
+constexpr std::uint64_t kTransferBytes = 32ULL << 20;  // buffers of import and export
+
+std::span<const std::int64_t> ids_of(const Ids& ids) { return {ids.data(), ids.size()}; }
+std::span<const std::byte> bytes_of(const Bytes& bytes) {
+  return std::as_bytes(std::span<const std::uint8_t>{bytes.data(), bytes.size()});
+}
+std::span<std::byte> bytes_of(const WritableBytes& bytes) {
+  return std::as_writable_bytes(std::span<std::uint8_t>{bytes.data(), bytes.size()});
+}
+std::optional<DType> dtype_of(const Dtype& name) { return name ? std::optional{parse_dtype(*name)} : std::nullopt; }
+
+template <class T>
+T* pointer(std::uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// HDF5 is not safe to enter from two threads at once, and without the GIL nothing else keeps them apart.
+std::unique_lock<std::mutex> hdf5_turn(const Location& location) {
+  static std::mutex mutex;
+  return location.format == Location::Format::kHdf5 ? std::unique_lock{mutex} : std::unique_lock<std::mutex>{};
+}
+
+// `callback` must outlive what is returned.
+Progress progress_of(const nb::object& callback) {
+  return [&callback](std::uint64_t done, std::uint64_t total) {
+    const nb::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    if (!callback.is_none()) callback(done, total);
+  };
+}
+
+// --- errors ---------------------------------------------------------------------------------------------------------
+
+nb::object text_of(std::string_view text) {
+  return nb::steal(PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "backslashreplace"));
+}
+
+void raise(const nb::object& error) { PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr()); }
+
+void raise(nb::handle type, const std::exception& error) { raise(type(text_of(error.what()))); }
+
+void raise_ours(const char* name, const std::exception& error) {
+  raise(nb::module_::import_("embermap._errors").attr(name), error);
+}
+
+void raise_with_number(nb::handle type, int number, const std::exception& error) {
+  const nb::object raised = type(text_of(error.what()));
+  raised.attr("errno") = number;
+  raise(raised);
+}
+
+// OSError picks its subclass by errno and prints the file name itself, so the name is taken out of the text.
+void raise_io(const IoError& error) {
+  std::string text = error.what();
+  const std::string name = " " + printable(error.file());
+  if (const auto at = text.find(name); at != std::string::npos) text.erase(at, name.size());
+  const std::string& file = error.file().native();
+  const nb::object path = nb::steal(PyUnicode_DecodeFSDefaultAndSize(file.data(), static_cast<Py_ssize_t>(file.size())));
+  raise(nb::handle(PyExc_OSError)(error.error_number(), text_of(text), path));
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const RowIdError& error) {
+    const nb::object raised = nb::module_::import_("embermap._errors").attr("RowIdError")(text_of(error.what()));
+    raised.attr("id") = error.id();
+    raised.attr("position") = error.position();
+    raise(raised);
+  } catch (const IoError& error) {
+    raise_io(error);
+  } catch (const DTypeError& error) {
+    raise(PyExc_TypeError, error);
+  } catch (const NotFound& error) {
+    raise_ours("NotFoundError", error);
+  } catch (const AlreadyExists& error) {
+    raise_with_number(PyExc_FileExistsError, EEXIST, error);
+  } catch (const FormatError& error) {
+    raise_ours("FormatError", error);
+  } catch (const CorruptError& error) {
+    raise_ours("CorruptError", error);
+  } catch (const LockedError& error) {
+    raise_ours("LockedError", error);
+  } catch (const ReadOnlyError& error) {
+    raise_with_number(PyExc_PermissionError, EROFS, error);
+  } catch (const BudgetError& error) {
+    raise_ours("BudgetError", error);
+  } catch (const CudaError& error) {
+    raise_ours("CudaError", error);
+  } catch (const InvalidArgument& error) {
+    raise(PyExc_ValueError, error);
+  } catch (const ClosedError& error) {
+    raise(PyExc_ValueError, error);
+  } catch (const Error& error) {
+    raise(PyExc_RuntimeError, error);
+  }
+}
+
+// --- store ----------------------------------------------------------------------------------------------------------
+
+Store open_store(const std::filesystem::path& path, std::string_view mode, std::uint64_t memory, int device, unsigned threads,
+                 bool accept_unclean) {
+  StoreOptions options;
+  if (mode == "a") {
+    options.mode = StoreOptions::Mode::kOpenOrCreate;
+  } else if (mode == "r+") {
+    options.mode = StoreOptions::Mode::kReadWrite;
+  } else if (mode == "r") {
+    options.mode = StoreOptions::Mode::kRead;
+  } else {
+    throw InvalidArgument("mode '" + std::string(mode) + "' is not one of 'a', 'r+', 'r'");
+  }
+  options.memory = memory;
+  options.device = device;
+  options.threads = threads;
+  options.accept_unclean = accept_unclean;
+  const nb::gil_scoped_release release;
+  return Store::open(path, options);
+}
+
+Table create_table(Store& store, std::string_view name, std::uint64_t rows, std::uint64_t dim, std::string_view dtype,
+                   const Optimizer& optimizer, const Initializer& init, std::uint64_t seed, std::uint64_t page_bytes) {
+  const TableOptions options{.rows = rows,
+                             .dim = dim,
+                             .dtype = parse_dtype(dtype),
+                             .optimizer = optimizer,
+                             .init = init,
+                             .seed = seed,
+                             .page_bytes = page_bytes};
+  const nb::gil_scoped_release release;
+  return store.create(name, options);
+}
+
+// A dtype is first what the rows are to become; where the file alone does not say what its bytes are, it says that, too.
+std::unique_ptr<RowReader> open_source(const Location& location, std::optional<DType> dtype, bool allow_external) {
+  try {
+    return open_rows(location, {.dtype = std::nullopt, .allow_external = allow_external});
+  } catch (const DTypeError&) {
+    if (!dtype) throw;
+  }
+  return open_rows(location, {.dtype = dtype, .allow_external = allow_external});
+}
+
+Table import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const Optimizer& optimizer,
+                  std::uint64_t page_bytes, bool allow_external, const nb::object& callback) {
+  const Location location = parse_location({source.c_str(), source.size()});
+  const std::optional<DType> wanted = dtype_of(dtype);
+  const Progress progress = progress_of(callback);
+  const nb::gil_scoped_release release;
+  const auto turn = hdf5_turn(location);
+  const auto reader = open_source(location, wanted, allow_external);
+  TableOptions options;
+  options.dtype = wanted.value_or(reader->dtype());
+  options.optimizer = optimizer;
+  options.page_bytes = page_bytes;
+  return store.import(name, *reader, options, progress);
+}
+
+// --- table ----------------------------------------------------------------------------------------------------------
+
+std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::bytes& destination, std::string_view field,
+                                                    bool overwrite, const Dtype& dtype, std::optional<int> gzip,
+                                                    const nb::object& callback) {
+  const Location location = parse_location({destination.c_str(), destination.size()});
+  const std::optional<DType> wanted = dtype_of(dtype);
+  const Progress progress = progress_of(callback);
+  const nb::gil_scoped_release release;
+  const auto turn = hdf5_turn(location);
+  const auto reader = table_rows(table, field);
+  const DType to = wanted.value_or(reader->dtype());
+  const auto writer =
+      create_rows(location, reader->rows(), reader->dim(), to, {.overwrite = overwrite, .gzip = gzip.value_or(-1)});
+  const ConversionReport report = copy_rows(*reader, *writer, to, kTransferBytes, progress);
+  writer->finish();
+  return {report.became_infinite, report.became_zero};
+}
+
+Report stats_of(const Table& table) {
+  const TableStats s = table.stats();
+  Report out;
+  out["hits"] = s.hits;
+  out["misses"] = s.misses;
+  out["evictions"] = s.evictions;
+  out["write_backs"] = s.write_backs;
+  out["pages_read"] = s.pages_read;
+  out["pages_generated"] = s.pages_generated;
+  out["bytes_read"] = s.bytes_read;
+  out["bytes_written"] = s.bytes_written;
+  out["rows_gathered"] = s.rows_gathered;
+  out["rows_written"] = s.rows_written;
+  out["frames"] = s.frames;
+  out["page_bytes"] = s.page_bytes;
+  out["resident_pages"] = s.resident_pages;
+  out["dirty_pages"] = s.dirty_pages;
+  out["memory_bytes"] = s.memory_bytes;
+  out["huge_pages"] = s.huge_pages;
+  out["registered"] = s.registered;
+  return out;
+}
+
+Report verify(Table& table, const nb::object& callback) {
+  VerifyReport report;
+  {
+    const Progress progress = progress_of(callback);
+    const nb::gil_scoped_release release;
+    report = table.verify(progress);
+  }
+  nb::list bad;
+  for (const auto& range : report.bad) {
+    nb::dict entry;
+    entry["page"] = range.page;
+    entry["first_row"] = range.first_row;
+    entry["last_row"] = range.last_row;
+    bad.append(entry);
+  }
+  Report out;
+  out["pages"] = report.pages;
+  out["written"] = report.written;
+  out["verified"] = report.verified;
+  out["bad_pages"] = report.bad_pages;
+  out["bad"] = bad;
+  return out;
+}
+
+// --- module ---------------------------------------------------------------------------------------------------------
+
+void bind_options(nb::module_& m) {
+  nb::class_<Sgd>(m, "Sgd")
+      .def(
+          "__init__",
+          [](Sgd* self, double lr, double momentum, double weight_decay, bool nesterov) {
+            new (self) Sgd{lr, momentum, weight_decay, nesterov};
+          },
+          "lr"_a, "momentum"_a, "weight_decay"_a, "nesterov"_a)
+      .def_ro("lr", &Sgd::lr)
+      .def_ro("momentum", &Sgd::momentum)
+      .def_ro("weight_decay", &Sgd::weight_decay)
+      .def_ro("nesterov", &Sgd::nesterov);
+  nb::class_<Adagrad>(m, "Adagrad")
+      .def(
+          "__init__",
+          [](Adagrad* self, double lr, double lr_decay, double weight_decay, double initial_accumulator_value, double eps) {
+            new (self) Adagrad{lr, lr_decay, weight_decay, initial_accumulator_value, eps};
+          },
+          "lr"_a, "lr_decay"_a, "weight_decay"_a, "initial_accumulator_value"_a, "eps"_a)
+      .def_ro("lr", &Adagrad::lr)
+      .def_ro("lr_decay", &Adagrad::lr_decay)
+      .def_ro("weight_decay", &Adagrad::weight_decay)
+      .def_ro("initial_accumulator_value", &Adagrad::initial_accumulator_value)
+      .def_ro("eps", &Adagrad::eps);
+  nb::class_<Zeros>(m, "Zeros").def(nb::init<>());
+  nb::class_<Constant>(m, "Constant")
+      .def(
+          "__init__", [](Constant* self, double value) { new (self) Constant{value}; }, "value"_a)
+      .def_ro("value", &Constant::value);
+  nb::class_<Uniform>(m, "Uniform")
+      .def(
+          "__init__",
+          [](Uniform* self, double low, double high) {
+            new (self) Uniform{low, high};
+          },
+          "low"_a, "high"_a)
+      .def_ro("low", &Uniform::low)
+      .def_ro("high", &Uniform::high);
+  nb::class_<Normal>(m, "Normal")
+      .def(
+          "__init__",
+          [](Normal* self, double mean, double std) {
+            new (self) Normal{mean, std};
+          },
+          "mean"_a, "std"_a)
+      .def_ro("mean", &Normal::mean)
+      .def_ro("std", &Normal::std);
+  m.def("check_optimizer", &check_optimizer, "optimizer"_a.none());
+}
+
+void bind_table(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Table>(m, "Table")
+      .def_prop_ro("name", [](const Table& t) { return std::string(t.name()); })
+      .def_prop_ro("file", &Table::file)
+      .def_prop_ro("rows", &Table::rows)
+      .def_prop_ro("dim", &Table::dim)
+      .def_prop_ro("dtype", [](const Table& t) { return std::string(dtype_name(t.dtype())); })
+      .def_prop_ro("seed", &Table::seed)
+      .def_prop_ro("page_bytes_option", &Table::page_bytes_option)
+      .def_prop_ro("step", &Table::step)
+      .def_prop_ro("writable", &Table::writable)
+      .def_prop_ro("adopted", &Table::adopted)
+      .def_prop_ro("written_pages", &Table::written_pages)
+      .def("optimizer", &Table::optimizer)
+      .def("set_optimizer", &Table::set_optimizer, "optimizer"_a.none(), Release())
+      .def("initializer", &Table::initializer)
+      .def("fields",
+           [](const Table& t) {
+             std::vector<std::pair<std::string, std::string>> out;
+             for (const Field& field : t.schema().fields()) out.emplace_back(field.name, dtype_name(field.dtype));
+             return out;
+           })
+      .def(
+          "field_dtype",
+          [](const Table& t, std::string_view field) { return std::string(dtype_name(t.schema().field(field).dtype)); },
+          "field"_a)
+      .def(
+          "gather",
+          [](Table& t, const Ids& ids, const WritableBytes& out, std::string_view field) {
+            t.gather(ids_of(ids), bytes_of(out), field);
+          },
+          "ids"_a.noconvert(), "out"_a.noconvert(), "field"_a, Release())
+      .def(
+          "scatter",
+          [](Table& t, const Ids& ids, const Bytes& rows, std::string_view field) {
+            t.scatter(ids_of(ids), bytes_of(rows), field);
+          },
+          "ids"_a.noconvert(), "rows"_a.noconvert(), "field"_a, Release())
+      .def(
+          "add", [](Table& t, const Ids& ids, const Bytes& rows) { t.add(ids_of(ids), bytes_of(rows)); }, "ids"_a.noconvert(),
+          "rows"_a.noconvert(), Release())
+      .def(
+          "update",
+          [](Table& t, const Ids& ids, const Bytes& grads, std::string_view grad_dtype, std::optional<double> lr) {
+            t.update(ids_of(ids), bytes_of(grads), parse_dtype(grad_dtype), lr);
+          },
+          "ids"_a.noconvert(), "grads"_a.noconvert(), "grad_dtype"_a, "lr"_a.none(), Release())
+      .def(
+          "prefetch", [](Table& t, const Ids& ids) { t.prefetch(ids_of(ids)); }, "ids"_a.noconvert(), Release())
+      .def(
+          "gather_device",
+          [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t out, std::string_view field,
+             std::uintptr_t stream) {
+            t.gather(device, pointer<const std::int64_t>(ids), count, pointer<std::byte>(out), field, {pointer<void>(stream)});
+          },
+          "device"_a, "ids"_a, "count"_a, "out"_a, "field"_a, "stream"_a, Release())
+      .def(
+          "scatter_device",
+          [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t rows, std::string_view field,
+             std::uintptr_t stream) {
+            t.scatter(device, pointer<const std::int64_t>(ids), count, pointer<const std::byte>(rows), field,
+                      {pointer<void>(stream)});
+          },
+          "device"_a, "ids"_a, "count"_a, "rows"_a, "field"_a, "stream"_a, Release())
+      .def(
+          "add_device",
+          [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t rows, std::uintptr_t stream) {
+            t.add(device, pointer<const std::int64_t>(ids), count, pointer<const std::byte>(rows), {pointer<void>(stream)});
+          },
+          "device"_a, "ids"_a, "count"_a, "rows"_a, "stream"_a, Release())
+      .def(
+          "update_device",
+          [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t grads, std::string_view grad_dtype,
+             std::uintptr_t stream, std::optional<double> lr) {
+            t.update(device, pointer<const std::int64_t>(ids), count, pointer<const std::byte>(grads), parse_dtype(grad_dtype),
+                     {pointer<void>(stream)}, lr);
+          },
+          "device"_a, "ids"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, "lr"_a.none(), Release())
+      .def(
+          "read",
+          [](Table& t, std::uint64_t first, std::uint64_t count, const WritableBytes& out, std::string_view field) {
+            t.read(first, count, bytes_of(out), field);
+          },
+          "first"_a, "count"_a, "out"_a.noconvert(), "field"_a, Release())
+      .def(
+          "write",
+          [](Table& t, std::uint64_t first, std::uint64_t count, const Bytes& rows, std::string_view field) {
+            t.write(first, count, bytes_of(rows), field);
+          },
+          "first"_a, "count"_a, "rows"_a.noconvert(), "field"_a, Release())
+      .def("resize", &Table::resize, "rows"_a, Release())
+      .def(
+          "materialize",
+          [](Table& t, const nb::object& callback) {
+            const Progress progress = progress_of(callback);
+            const nb::gil_scoped_release release;
+            t.materialize(progress);
+          },
+          "progress"_a.none())
+      .def("verify", &verify, "progress"_a.none())
+      .def("export", &export_rows, "destination"_a, "field"_a, "overwrite"_a, "dtype"_a.none(), "gzip"_a.none(),
+           "progress"_a.none())
+      .def("stats", &stats_of);
+}
+
+void bind_store(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Store>(m, "Store")
+      .def_static(
+          "open", &open_store,
+          nb::sig(
+              "def open(path: str | os.PathLike[str], mode: str, memory: int, device: int, threads: int, accept_unclean: bool) "
+              "-> Store"),
+          "path"_a, "mode"_a, "memory"_a, "device"_a, "threads"_a, "accept_unclean"_a)
+      .def_prop_ro("path", &Store::path)
+      .def_prop_ro("writable", &Store::writable)
+      .def_prop_ro("commit_number", &Store::commit_number)
+      .def_prop_ro("memory", &Store::memory)
+      .def_prop_ro("device", &Store::device)
+      .def_prop_ro("closed", &Store::closed)
+      .def("create", &create_table, "name"_a, "rows"_a, "dim"_a, "dtype"_a, "optimizer"_a.none(), "init"_a, "seed"_a,
+           "page_bytes"_a)
+      .def("import_file", &import_file, "name"_a, "source"_a, "dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a,
+           "allow_external"_a, "progress"_a.none())
+      .def(
+          "adopt",
+          [](Store& s, std::string_view name, const std::filesystem::path& file, bool writable, const Dtype& dtype) {
+            const std::optional<DType> wanted = dtype_of(dtype);
+            const nb::gil_scoped_release release;
+            return s.adopt(name, file, writable, wanted);
+          },
+          nb::sig("def adopt(self, name: str, file: str | os.PathLike[str], writable: bool, dtype: str | None) -> Table"),
+          "name"_a, "file"_a, "writable"_a, "dtype"_a.none())
+      .def("table", &Store::table, "name"_a)
+      .def("contains", &Store::contains, "name"_a)
+      .def("tables", &Store::tables)
+      .def("remove", &Store::remove, "name"_a, Release())
+      .def("commit", &Store::commit, Release())
+      .def("close", &Store::close, Release())
+      .def("abandon", &Store::abandon, Release())
+      .def("forget_after_fork", &Store::forget_after_fork);
+}
+
+NB_MODULE(_core, m) {
+  // At the end of a process an open store is simply dropped: that is not a leak to report.
+  nb::set_leak_warnings(false);
+  nb::register_exception_translator(translate);
+
+  m.def("version", [] { return EMBERMAP_VERSION; });
+  m.def("cuda_devices", &cuda_devices);
+  m.def("cuda_absence", &cuda_absence);
+  m.def("parse_size", &parse_size, "text"_a);
+  m.def("format_size", &format_size, "bytes"_a);
+  m.def(
+      "location_file",
+      [](const nb::bytes& location) {
+        return parse_location({location.c_str(), location.size()}).file;
+      },
+      "location"_a);
+  m.def("is_store", &is_store, nb::sig("def is_store(path: str | os.PathLike[str]) -> bool"), "path"_a);
+  bind_options(m);
+  bind_table(m);
+  bind_store(m);
+}
+
+}  // namespace
+}  // namespace embermap::python

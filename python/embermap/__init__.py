@@ -1,0 +1,81 @@
+"""embermap: memory-mapped, out-of-core embedding tables.
+
+    import embermap as em
+
+    with em.open("tables", memory="8GiB") as store:
+        items = store.create("items", rows=1_000_000_000, dim=128,
+                             optimizer=em.optim.Adagrad(lr=0.05), init=em.init.Normal(0, 0.02))
+        rows = items.gather([3, 1, 4])
+        items.update([3, 1, 4], gradients)
+
+`embermap.torch` has a module and an optimizer for PyTorch; it is imported when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from . import _core, init, optim
+from ._errors import (
+    BudgetError,
+    CorruptError,
+    CudaError,
+    Error,
+    ForkError,
+    FormatError,
+    LockedError,
+    NotFoundError,
+    RowIdError,
+    StoreNotFoundError,
+)
+from ._store import Store, open  # noqa: A004
+from ._table import Table, TableView
+
+if TYPE_CHECKING:
+    from . import torch as torch
+
+__all__ = [
+    "BudgetError",
+    "CorruptError",
+    "CudaError",
+    "Error",
+    "ForkError",
+    "FormatError",
+    "LockedError",
+    "NotFoundError",
+    "RowIdError",
+    "Store",
+    "StoreNotFoundError",
+    "Table",
+    "TableView",
+    "__version__",
+    "cuda_absence",
+    "cuda_devices",
+    "init",
+    "open",
+    "optim",
+]
+
+__version__ = _core.version()
+
+
+def cuda_devices() -> int:
+    """Number of CUDA devices that can be used now; 0 without driver or in a build without CUDA."""
+    return _core.cuda_devices()
+
+
+def cuda_absence() -> str:
+    """Why `cuda_devices()` is 0; empty if it is not."""
+    return _core.cuda_absence()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "torch":
+        import importlib
+
+        return importlib.import_module("embermap.torch")
+    raise AttributeError(f"module 'embermap' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), "torch"])

@@ -1,0 +1,451 @@
+"""Stores: directories of tables."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from . import _arrays, _checks, _core, _dtypes
+from . import init as initializers
+from . import optim as optimizers
+from ._errors import ForkError, NotFoundError, StoreNotFoundError
+from ._table import Progress, Table
+
+__all__ = ["Store", "open"]
+
+Mode = Literal["a", "r+", "r"]
+
+
+class _Session:
+    """One opening of a store, shared by the store's handle and those of its tables."""
+
+    def __init__(self, core: _core.Store, path: str, mode: str, device: int | None) -> None:
+        self.core = core
+        self.path = path
+        self.mode = mode
+        self.device = device
+        self.process = os.getpid()
+        self.forked = False
+        _sessions.add(self)
+
+    def check(self) -> None:
+        if self.forked:
+            raise ForkError(
+                f"this handle of store {self.path!r} was opened in process {self.process}; "
+                "open the store again in the child"
+            )
+
+    def check_open(self) -> None:
+        self.check()
+        if self.core.closed:
+            raise ValueError(f"store {self.path!r} is closed")
+
+
+_sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """The child leaves the files, the lock and the device of its parent alone."""
+    for session in list(_sessions):
+        if not session.forked:
+            session.forked = True
+            session.core.forget_after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+class Store:
+    """An open store, from `embermap.open`.
+
+    As a context manager it commits and closes at the end; when the block is left by an exception,
+    it closes without committing. A store that is dropped or still open at the end of the process
+    is not committed either.
+
+    Names of tables: letters, digits, "_", "-", ".", and any character beyond ASCII; not beginning
+    with "." or "-"; at most 200 bytes.
+
+    Thread safety: all methods may be called from several threads; they release the GIL.
+
+    After fork() the child cannot use the handles it inherits (ForkError) and does not disturb
+    those of its parent; it opens the store again, read-only. Pickling a store keeps its path and
+    memory, a few hundred bytes; the copy opens it **read-only**, without a device, and sees the
+    last commit; ValueError if another store is at the path by then. Commit before workers start:
+    while a writer has written pages since its last commit, opening raises CorruptError.
+    `copy.copy` and `copy.deepcopy` give the same handle.
+    """
+
+    __slots__ = ("__weakref__", "_session")
+
+    def __init__(self, session: _Session) -> None:
+        # Not for callers: stores come from embermap.open.
+        self._session = session
+
+    @property
+    def _live(self) -> _core.Store:
+        self._session.check_open()
+        return self._session.core
+
+    # --- what it is -------------------------------------------------------------------------------
+
+    @property
+    def path(self) -> Path:
+        """The directory, absolute."""
+        return Path(self._session.path)
+
+    @property
+    def mode(self) -> str:
+        """ "a", "r+" or "r", as it was opened."""
+        return self._session.mode
+
+    @property
+    def writable(self) -> bool:
+        """Whether it was opened for writing."""
+        return self._session.mode != "r"
+
+    @property
+    def memory(self) -> int:
+        """The budget for the hot pages of all tables and what belongs to them, bytes."""
+        return self._live.memory
+
+    @property
+    def device(self) -> int | None:
+        """Number of the CUDA device it uses; None if there is none."""
+        return self._session.device
+
+    @property
+    def commit_number(self) -> int:
+        """Number of the last commit; 0 if there is none yet."""
+        return self._live.commit_number
+
+    @property
+    def closed(self) -> bool:
+        """Whether handles are useless: after close(), or in a child that inherited them by fork."""
+        return self._session.forked or self._session.core.closed
+
+    def __repr__(self) -> str:
+        path, mode = self._session.path, self._session.mode
+        if self.closed:
+            return f"<embermap.Store {path!r} (closed)>"
+        core = self._live
+        tables, memory = len(core.tables()), _core.format_size(core.memory)
+        device = "" if self.device is None else f" device=cuda:{self.device}"
+        return f"<embermap.Store {path!r} mode={mode!r} tables={tables} memory={memory}{device}>"
+
+    def __bool__(self) -> bool:
+        return True  # an empty store is still a store
+
+    def __copy__(self) -> Store:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        core = self._live
+        inode = self.path.stat().st_ino
+        return (_restore_store, (self._session.path, core.memory, core.commit_number, inode))
+
+    def _check_outside(self, file: Path) -> None:
+        """Refuse to write a file that the store itself lives in."""
+        core = self._live
+        resolved = file.resolve()
+        if resolved.parent == self.path.resolve():
+            raise ValueError(f"{str(file)!r} is in the store's own directory; choose another place")
+        for name in core.tables():
+            if resolved == core.table(name).file.resolve():
+                raise ValueError(f"{str(file)!r} is the file of table {name!r}")
+
+    # --- tables -----------------------------------------------------------------------------------
+
+    def create(
+        self,
+        name: str,
+        *,
+        rows: int,
+        dim: int,
+        dtype: Any = "float32",
+        optimizer: optimizers.Optimizer | None = None,
+        init: initializers.Initializer | None = None,
+        seed: int = 0,
+        page_bytes: int | str = 4096,
+    ) -> Table:
+        """Make a table. It takes no time and no disk whatever its size: rows come when touched.
+
+        Args:
+            name: see the class.
+            rows: number of rows; 0 is an empty table, which can be resized.
+            dim: elements of a row.
+            dtype: a name, NumPy dtype, `ml_dtypes.bfloat16` or torch dtype: float32, float16,
+                bfloat16, float64, int8, uint8, int32, int64.
+            optimizer: one of `embermap.optim`, for a table that is trained.
+            init: one of `embermap.init`; None is zeros.
+            seed: of the initial rows.
+            page_bytes: unit of disk I/O and caching, a power of two from 4 KiB to 2 MiB.
+
+        The table is there for good when this returns, without a commit.
+        Raises: FileExistsError, ValueError, TypeError, PermissionError (store read-only), OSError.
+        """
+        handle = self._live.create(
+            _table_name(name),
+            _checks.integer(rows, "rows"),
+            _checks.integer(dim, "dim"),
+            _dtypes.dtype_name(dtype),
+            optimizers._to_core(optimizer),
+            initializers._to_core(init),
+            _checks.integer(seed, "seed", most=2**64 - 1),
+            _checks.size(page_bytes, "page_bytes"),
+        )
+        return Table(self, handle)
+
+    def from_array(
+        self,
+        name: str,
+        array: Any,
+        *,
+        optimizer: optimizers.Optimizer | None = None,
+        page_bytes: int | str = 4096,
+    ) -> Table:
+        """Make a table with the rows of an array or CPU tensor of shape (rows, dim).
+
+        The dtype is the array's. The rows are kept by the next commit.
+        Raises as create does, and ValueError for an array that is not 2-D.
+        """
+        source, dtype = _arrays.host_array(array, "array")
+        if source.ndim != 2:
+            raise ValueError(f"array must have the shape (rows, dim), not {source.shape}")
+        table = self.create(
+            name,
+            rows=source.shape[0],
+            dim=source.shape[1],
+            dtype=dtype,
+            optimizer=optimizer,
+            page_bytes=page_bytes,
+        )
+        try:
+            table[:] = array
+        except BaseException:
+            self.remove(name)
+            raise
+        return table
+
+    def import_file(
+        self,
+        name: str,
+        src: str | os.PathLike[str],
+        *,
+        dtype: Any = None,
+        optimizer: optimizers.Optimizer | None = None,
+        page_bytes: int | str = 4096,
+        allow_external: bool = False,
+        progress: Progress | None = None,
+    ) -> Table:
+        """Make a table with the rows of a file: "x.npy", "x.npy:field", "x.h5:/path/to/dataset".
+
+        Nobody sees the table before it is complete; on failure nothing is left. Memory stays
+        small whatever the file's size.
+
+        Args:
+            name: see the class.
+            src: the file, and after a colon the field or dataset in it.
+            dtype: convert to this dtype; None keeps the file's. Bytes that do not say what they
+                are (bfloat16 in a .npy) are taken as this.
+            optimizer: one of `embermap.optim`; its state begins as in a new table.
+            page_bytes: as for create.
+            allow_external: let an HDF5 file refer to raw files in its own folder.
+            progress: called with (done, total) rows; may raise to stop.
+
+        Raises: FileNotFoundError, FormatError, NotFoundError (no such dataset), TypeError (dtype
+        that does not fit), FileExistsError (table), OSError.
+        """
+        handle = self._live.import_file(
+            _table_name(name),
+            os.fsencode(src),
+            None if dtype is None else _dtypes.dtype_name(dtype),
+            optimizers._to_core(optimizer),
+            _checks.size(page_bytes, "page_bytes"),
+            bool(allow_external),
+            progress,
+        )
+        return Table(self, handle)
+
+    def adopt(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        *,
+        writable: bool = True,
+        dtype: Any = None,
+    ) -> Table:
+        """Use an existing .npy file where it is: 2-D, C order, native byte order; not copied.
+
+        Args:
+            name: see the class.
+            path: the file. Removing the table leaves it there.
+            writable: False protects the file from writes, which otherwise go to it.
+            dtype: what the file's bytes are, where it does not say (bfloat16).
+
+        Raises: FileNotFoundError, FormatError, TypeError (dtype), FileExistsError (table).
+        """
+        handle = self._live.adopt(
+            _table_name(name),
+            Path(os.fsdecode(path)).absolute(),
+            bool(writable),
+            None if dtype is None else _dtypes.dtype_name(dtype),
+        )
+        return Table(self, handle)
+
+    def __getitem__(self, name: str) -> Table:
+        """The table `name`. Raises NotFoundError, a KeyError, which lists the tables."""
+        return Table(self, self._live.table(_table_name(name)))
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._live.contains(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live.tables())
+
+    def __len__(self) -> int:
+        return len(self._live.tables())
+
+    def keys(self) -> list[str]:
+        """Names of the tables, sorted."""
+        return self._live.tables()
+
+    def tables(self) -> list[str]:
+        """Names of the tables, sorted."""
+        return self._live.tables()
+
+    def remove(self, name: str) -> None:
+        """Delete a table and its files, for good, without a commit. An adopted file stays.
+
+        Raises: NotFoundError, PermissionError (store read-only).
+        """
+        self._live.remove(_table_name(name))
+
+    # --- commits ----------------------------------------------------------------------------------
+
+    def commit(self) -> int:
+        """Make all changes since the last commit durable.
+
+        Returns the number of the commit; without changes that of the last one.
+        """
+        return self._live.commit()
+
+    def close(self) -> None:
+        """Commit, if the store is writable, and release files, memory and the lock.
+
+        Tables of the store raise ValueError from then on. A second call does nothing, nor does one
+        in a child that inherited the store by fork.
+        """
+        if not self._session.forked:
+            self._session.core.close()
+
+    def abandon(self) -> None:
+        """Release everything without committing: what was not written stays unwritten."""
+        if not self._session.forked:
+            self._session.core.abandon()
+
+    def __enter__(self) -> Store:
+        self._session.check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abandon()
+
+
+def _table_name(name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a table must be a string, not {name!r}")
+    return name
+
+
+def _device_number(device: object) -> int | None:
+    """The number of a CUDA device: None, "cpu", "cuda", "cuda:1", a number, a torch.device."""
+    if device is None:
+        return None
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(device, getattr(torch, "device", ())):
+        device = str(device)
+    if isinstance(device, str):
+        kind, colon, number = device.partition(":")
+        if kind == "cpu" and number in ("", "0"):
+            return None
+        if kind == "cuda" and not colon:
+            return 0
+        if kind == "cuda" and number.isascii() and number.isdigit():
+            return int(number)
+        raise ValueError(f'device must be None, "cuda", "cuda:1" or a number, not {device!r}')
+    return _checks.integer(device, "device", most=2**31 - 1)
+
+
+def open(  # noqa: A001
+    path: str | os.PathLike[str],
+    *,
+    mode: Mode = "a",
+    memory: int | str = "1GiB",
+    device: Any = None,
+    threads: int = 0,
+    accept_unclean: bool = False,
+) -> Store:
+    """Open a store: a directory of tables.
+
+    Args:
+        path: the directory.
+        mode: "a" opens it for reading and writing, and makes it if the path is free or an empty
+            directory; "r+" opens one that exists; "r" reads it, without a lock, as it was at the
+            last commit. One process may have a store open for writing, any number for reading.
+        memory: for the hot pages of all tables and what belongs to them: bytes, or "8GiB".
+        device: CUDA device whose tensors tables take and give: "cuda", "cuda:1", a number, a
+            torch.device; None: host memory only.
+        threads: for copies, optimizer steps and reads; 0 takes what the process may use, at most
+            16.
+        accept_unclean: take the tables as they are after a session that ended while it was writing
+            pages, where they may hold a mix of the last commit and later rows.
+
+    Raises: StoreNotFoundError (a FileNotFoundError; modes "r+" and "r"), FormatError (not a store,
+    a newer version, a broken manifest), LockedError (open for writing elsewhere, names the
+    process), CorruptError (an unclean end, see accept_unclean), CudaError (no such device),
+    OSError, ValueError.
+    """
+    where = Path(os.fsdecode(path)).absolute()  # os.chdir() must not matter
+    if mode not in ("a", "r+", "r"):
+        raise ValueError(f'mode must be "a", "r+" or "r", not {mode!r}')
+    number = _device_number(device)
+    arguments = (
+        mode,
+        _checks.size(memory, "memory"),
+        -1 if number is None else number,
+        _checks.integer(threads, "threads", most=4096),
+        bool(accept_unclean),
+    )
+    try:
+        core = _core.Store.open(where, *arguments)
+    except NotFoundError as error:
+        if _core.is_store(where):
+            raise
+        raise StoreNotFoundError(errno.ENOENT, "no store", str(where)) from error
+    return Store(_Session(core, str(core.path), mode, number))
+
+
+def _restore_store(path: str, memory: int, commit: int, inode: int) -> Store:
+    """Open the store of a pickle, read-only, and check that it is the same one."""
+    store = open(path, mode="r", memory=memory)
+    if store.path.stat().st_ino != inode or store.commit_number < commit:
+        store.abandon()
+        raise ValueError(f"{path!r} is not the store that was pickled: it was replaced since")
+    return store

@@ -1,0 +1,739 @@
+"""Tables of a store."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _arrays, _checks, _core, _dtypes
+from . import init as initializers
+from . import optim as optimizers
+from ._errors import RowIdError
+
+if TYPE_CHECKING:
+    from ._store import Store
+
+__all__ = ["Progress", "Table", "TableView"]
+
+Progress = Callable[[int, int], object]
+
+_STREAM_BYTES = 4 << 20  # slices from here on go past the hot pages, in blocks of this size
+
+
+class Table:
+    """One table of a store: `rows` x `dim` elements of one dtype, and its optimizer's state.
+
+    Got from a store (`store["name"]`, `store.create`, ...); a light handle, copies name the same
+    table. After the store is closed, or the table removed, every use raises ValueError.
+
+    Ids are integers in a list, tuple, range, NumPy array of any integer width, or any tensor that
+    speaks DLPack (torch on CPU or CUDA, CuPy, ...); of any shape. **Results live where the ids
+    do**: lists and NumPy arrays give NumPy arrays (bfloat16 as `ml_dtypes.bfloat16`), torch
+    tensors give torch tensors on their device, and so on. Tensors on a CUDA device need a store
+    opened with that `device`; the work is ordered on the current stream of their library. Results
+    are copies: changing them does not change the table.
+
+    Rows and gradients are arrays of shape `ids.shape + (dim,)` where the ids are, of the table's
+    dtype (arrays of another dtype are refused), in any memory layout; Python lists are converted.
+
+    Ids count from 0 and negative ones are refused (RowIdError, an IndexError, which names the
+    first bad id and its position); only single numbers and slices in `table[...]` count from the
+    end as in Python. Ids given several times: gather repeats the row, scatter keeps the last
+    value, add and update sum. A call that raises because of its arguments has changed nothing.
+
+    Thread safety: all methods may be called from several threads; they release the GIL. gather
+    and read run side by side; scatter, add, update and resize one at a time.
+
+    Pickling a table (for workers of a DataLoader, say) keeps the path of the store and the name,
+    a few hundred bytes; the copy opens the store **read-only**, without a device, and sees the
+    last commit. Commit before workers start: while a writer has written pages since its last
+    commit, opening raises CorruptError. `copy.copy` and `copy.deepcopy` give the same handle.
+
+    Raises besides: OSError (a failed read or write, with errno and file name), CorruptError
+    (bytes that do not match their checksum), PermissionError (a write to a read-only store),
+    BudgetError (the store's memory is too small for one page), ForkError (a handle inherited by
+    fork).
+    """
+
+    __slots__ = ("_dim", "_dtype", "_handle", "_name", "_store")
+
+    def __init__(self, store: Store, handle: _core.Table) -> None:
+        # Not for callers: tables come from a store.
+        self._store = store
+        self._handle = handle
+        self._name = handle.name
+        self._dim = handle.dim
+        self._dtype = handle.dtype
+
+    # --- what it is -------------------------------------------------------------------------------
+
+    @property
+    def _live(self) -> _core.Table:
+        self._store._session.check_open()
+        return self._handle
+
+    @property
+    def name(self) -> str:
+        """Name in the store."""
+        return self._name
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return self._live.rows
+
+    @property
+    def dim(self) -> int:
+        """Elements of a row."""
+        return self._dim
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, dim)."""
+        return (self._live.rows, self._dim)
+
+    @property
+    def ndim(self) -> int:
+        """2."""
+        return 2
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy dtype of the elements; bfloat16 is `ml_dtypes.bfloat16`."""
+        return _dtypes.numpy_dtype(self._dtype)
+
+    @property
+    def fields(self) -> dict[str, np.dtype[Any]]:
+        """Names and dtypes of a row's fields: "weight", then the optimizer's state."""
+        return {name: _dtypes.numpy_dtype(dtype) for name, dtype in self._live.fields()}
+
+    @property
+    def optimizer(self) -> optimizers.Optimizer | None:
+        """The optimizer and its hyperparameters; None for a table that is not trained.
+
+        Assigning changes the hyperparameters of later updates; the next commit keeps them. The
+        kind of optimizer and the state it needs cannot change (ValueError).
+        """
+        return optimizers._from_core(self._live.optimizer())
+
+    @optimizer.setter
+    def optimizer(self, optimizer: optimizers.Optimizer | None) -> None:
+        core = optimizers._to_core(optimizer)
+        self._live.set_optimizer(core)
+
+    @property
+    def init(self) -> initializers.Initializer:
+        """What rows hold before anyone writes them."""
+        return initializers._from_core(self._live.initializer())
+
+    @property
+    def seed(self) -> int:
+        """Seed of the initial rows."""
+        return self._live.seed
+
+    @property
+    def step(self) -> int:
+        """Updates since the table was created."""
+        return self._live.step
+
+    @property
+    def path(self) -> Path:
+        """The .npy file. `numpy.load(path, mmap_mode="r")` reads what has been committed."""
+        return self._live.file
+
+    @property
+    def writable(self) -> bool:
+        """Whether rows can be changed through this handle."""
+        return self._live.writable
+
+    @property
+    def adopted(self) -> bool:
+        """Whether the file is a foreign one, used in place."""
+        return self._live.adopted
+
+    @property
+    def page_bytes(self) -> int:
+        """The page size asked for at creation, bytes."""
+        return self._live.page_bytes_option
+
+    def __len__(self) -> int:
+        return self._live.rows
+
+    def __bool__(self) -> bool:
+        return True  # an empty table is still a table
+
+    def __repr__(self) -> str:
+        try:
+            rows, optimizer = self._live.rows, self.optimizer
+            closed = self._store.closed
+        except ValueError:
+            closed = True
+        if closed:
+            return f"<embermap.Table {self._name!r} (closed)>"
+        trained = f", {optimizer!r}" if optimizer is not None else ""
+        return f"<embermap.Table {self._name!r} {rows} x {self._dim} {self._dtype}{trained}>"
+
+    def __copy__(self) -> Table:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Table:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        core = self._live
+        identity = (core.dim, core.dtype, core.file.stat().st_ino)
+        return (_restore_table, (self._store, self._name, identity))
+
+    # --- rows by id -------------------------------------------------------------------------------
+
+    def gather(self, ids: Any, *, field: str = "weight", out: Any = None) -> Any:
+        """Copy rows out: ids of any shape -> `ids.shape + (dim,)`, where the ids are.
+
+        Args:
+            ids: row numbers, see the class.
+            field: "weight", or a state field of the optimizer ("sum", "momentum_buffer"), which
+                is float32 for float16 and bfloat16 tables.
+            out: filled and returned if given: contiguous in C order, writable, of the exact shape
+                and dtype, on the same device, not overlapping the ids.
+
+        Raises: RowIdError (`out` untouched), NotFoundError (no such field), TypeError, ValueError.
+        """
+        core = self._live
+        dtype = self._field_dtype(core, field)
+        batch = self._ids(ids)
+        result = _arrays.make_result(batch, self._dim, dtype, out)
+        if batch.device is None:
+            core.gather(batch.host, result.bytes, field)
+        else:
+            with _Unsigned(batch):
+                core.gather_device(
+                    batch.device, batch.pointer, batch.count, result.pointer, field, batch.stream
+                )
+        return _arrays.finish(batch, result, out)
+
+    def scatter(self, ids: Any, rows: Any, *, field: str = "weight") -> None:
+        """Replace rows: `rows` is of shape `ids.shape + (dim,)`. The last of an id wins.
+
+        Nothing is broadcast. Raises: RowIdError, ValueError (number or shape of the rows),
+        TypeError (their dtype), NotFoundError (no such field): nothing has been written.
+        """
+        core = self._live
+        dtype = self._field_dtype(core, field)
+        batch = self._ids(ids)
+        self._scatter(core, batch, _arrays.read_values(rows, batch, self._dim, (dtype,)), field)
+
+    def add(self, ids: Any, rows: Any) -> None:
+        """Add to rows: `rows` is of shape `ids.shape + (dim,)`. Of an id given twice all count.
+
+        What is added to a row is summed in the order of the batch, in float32 (float64 for
+        float64, modulo 2**n for integers), and rounded to the table's dtype once: the same bits
+        with any number of threads, and on a GPU. Raises as scatter does.
+        """
+        core = self._live
+        batch = self._ids(ids)
+        values = _arrays.read_values(rows, batch, self._dim, (self._dtype,))
+        if batch.device is None:
+            core.add(batch.host, values.bytes)
+        else:
+            with _Unsigned(batch):
+                core.add_device(
+                    batch.device, batch.pointer, batch.count, values.pointer, batch.stream
+                )
+
+    def update(self, ids: Any, grads: Any, *, lr: float | None = None) -> None:
+        """One step of the table's optimizer on the rows of a batch.
+
+        The gradients of an id given several times are summed first. Rows outside of the batch do
+        not change, nor does their state. `step` counts up by one.
+
+        Args:
+            ids: row numbers, see the class.
+            grads: gradients of the weights, shape `ids.shape + (dim,)`, of the table's dtype, or
+                float32 for a float16 or bfloat16 table.
+            lr: learning rate of this step alone; None takes the optimizer's.
+
+        Raises: ValueError (a table without optimizer, shapes, lr), RowIdError, TypeError: nothing
+        has been changed.
+        """
+        core = self._live
+        accepted = (self._dtype, "float32") if self._dtype in _dtypes.HALF else (self._dtype,)
+        batch = self._ids(ids)
+        values = _arrays.read_values(grads, batch, self._dim, accepted, "grads")
+        rate = None if lr is None else _checks.number(lr, "lr")
+        if batch.device is None:
+            core.update(batch.host, values.bytes, values.dtype, rate)
+            return
+        with _Unsigned(batch):
+            core.update_device(
+                batch.device,
+                batch.pointer,
+                batch.count,
+                values.pointer,
+                values.dtype,
+                batch.stream,
+                rate,
+            )
+
+    def prefetch(self, ids: Any) -> None:
+        """Bring the pages of these rows into memory, as many as fit, for a batch to come.
+
+        Raises: RowIdError, TypeError.
+        """
+        core = self._live
+        batch = self._ids(ids)
+        host = batch.host
+        if batch.device is not None:
+            owner = batch.owner
+            host = owner.cpu().numpy() if batch.library == "torch" else owner.get()
+        with _Unsigned(batch):
+            core.prefetch(host)
+
+    # --- rows by place ----------------------------------------------------------------------------
+
+    def __getitem__(self, key: Any) -> Any:
+        """Rows as copies: `table[5]`, `table[-1]`, `table[3:7]`, `table[ids]`, `table[mask]`.
+
+        A number gives shape (dim,), a slice (n, dim), both NumPy arrays. Ids give what gather
+        gives. A mask, of bools, must have as many elements as the table has rows (IndexError).
+        """
+        return _select(self, _key(key, self), "weight", _STREAM_BYTES)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Write rows, for every key that can be read. `value` is broadcast as NumPy does.
+
+        Scalars and lists are converted to the table's dtype; arrays must have it.
+        """
+        core = self._live
+        target = _key(key, self)
+        device = _arrays.cuda_device(value)
+        if isinstance(target, int | range) and device is not None:
+            target = _device_ids(target, value)
+        if isinstance(target, int):
+            target = np.int64(target)
+        if isinstance(target, range) and target.step == 1:
+            wide = len(target) * self._dim * _dtypes.ITEM_BYTES[self._dtype]
+            if wide >= _STREAM_BYTES:
+                self._stream_in(core, target, self._host_broadcast(value, (len(target), self._dim)))
+                return
+        batch = self._ids(target)
+        shape = (*batch.shape, self._dim)
+        if device is not None:
+            values = _arrays.read_values(
+                _broadcast_on_device(value, shape), batch, self._dim, (self._dtype,)
+            )
+        elif batch.device is not None and not _arrays.is_list(value):
+            raise ValueError(f"ids are on {batch.place}, rows on the host: move one to the other")
+        else:
+            array = np.ascontiguousarray(self._host_broadcast(value, shape))
+            host = _arrays.Values(self._dtype, _arrays.flat_bytes(array))
+            values = _arrays.to_device(host, batch)
+        self._scatter(core, batch, values, "weight")
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        """Rows in order, read in blocks."""
+        return iter(self.view())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        """The whole table as a NumPy array in memory; `view()` reads parts."""
+        return self.view().__array__(dtype, copy)
+
+    def read(
+        self, start: int = 0, stop: int | None = None, *, field: str = "weight", out: Any = None
+    ) -> Any:
+        """Copy the rows [start, stop) out, past the hot pages: for scans, which evict nothing.
+
+        Args:
+            start, stop: row numbers, 0 <= start <= stop <= rows; stop=None is the end.
+            field: "weight" or a state field of the optimizer.
+            out: a NumPy array or a torch CPU tensor, filled and returned if given: contiguous in C
+                order, of shape (stop - start, dim) and the field's dtype.
+
+        Returns: shape (stop - start, dim), a NumPy array unless `out` is given.
+        """
+        core = self._live
+        dtype = self._field_dtype(core, field)
+        start, stop = self._range(core, start, stop)
+        shape = (stop - start, self._dim)
+        if out is None:
+            result = _arrays.host_result(shape, dtype)
+        elif _arrays.cuda_device(out) is not None:
+            raise ValueError("out is on a CUDA device; consecutive rows are read to the host")
+        else:
+            result = _arrays.host_out(out, shape, dtype)
+        core.read(start, stop - start, result.bytes, field)
+        return result.value
+
+    def write(self, start: int, rows: Any, *, field: str = "weight") -> None:
+        """Replace the rows [start, start + len(rows)), past the hot pages.
+
+        Args:
+            start: first row.
+            rows: shape (n, dim), of the field's dtype, on the host.
+        """
+        core = self._live
+        dtype = self._field_dtype(core, field)
+        start = _checks.integer(start, "start")
+        if _arrays.is_list(rows):
+            array, name = _arrays.list_values(rows, dtype, "rows"), dtype
+        elif _arrays.cuda_device(rows) is not None:
+            raise ValueError(
+                "rows are on a CUDA device; consecutive rows are written from the host"
+            )
+        else:
+            array, name = _arrays.host_array(rows, "rows")
+        if array.ndim != 2 or array.shape[1] != self._dim:
+            raise ValueError(f"rows must have the shape (n, {self._dim}), not {array.shape}")
+        _arrays.check_dtype(name, (dtype,), "rows")
+        start, stop = self._range(core, start, start + array.shape[0])
+        core.write(start, stop - start, _arrays.flat_bytes(np.ascontiguousarray(array)), field)
+
+    def view(self, field: str = "weight") -> TableView:
+        """The table as a read-only, lazy array: nothing is read until it is indexed."""
+        self._field_dtype(self._live, field)
+        return TableView(self, field)
+
+    # --- the table as a whole ---------------------------------------------------------------------
+
+    def resize(self, rows: int) -> None:
+        """Change the number of rows, and commit.
+
+        Rows beyond the old end are initial rows. Rows beyond the new end are forgotten for good.
+        """
+        self._live.resize(_checks.integer(rows, "rows"))
+
+    def materialize(self, *, progress: Progress | None = None) -> None:
+        """Write every page that was never written, so that the file alone holds all rows. Commits.
+
+        Args:
+            progress: called with (done, total) pages from time to time; may raise to stop.
+        """
+        self._live.materialize(progress)
+
+    def verify(self, *, progress: Progress | None = None) -> dict[str, Any]:
+        """Compare every page in the file with its checksum.
+
+        Returns a dict: "ok", "pages" (of the table), "written" (pages in the file), "verified"
+        (pages whose checksum was compared), "bad_pages", and "bad", a list of the first 1,000
+        {"page", "first_row", "last_row"}, rows inclusive.
+        """
+        report = self._live.verify(progress)
+        return {"ok": report["bad_pages"] == 0, **report}
+
+    def stats(self) -> dict[str, int | bool]:
+        """Counters since the table was opened, and the state of its hot pages now.
+
+        Pages: "hits", "misses" (a batch counts each of its pages once), "evictions",
+        "write_backs", "pages_read", "pages_generated", "resident_pages", "dirty_pages", "frames"
+        (0 before the first use). Bytes: "bytes_read", "bytes_written", "page_bytes",
+        "memory_bytes". Ids: "rows_gathered", "rows_written". Bools: "huge_pages", "registered"
+        (with CUDA).
+        """
+        return self._live.stats()
+
+    def export(
+        self,
+        dst: str | os.PathLike[str],
+        *,
+        field: str = "weight",
+        overwrite: bool = False,
+        dtype: Any = None,
+        gzip: int | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, int]:
+        """Write a field to a file of its own: "x.npy", or a dataset of HDF5, "x.h5:/path".
+
+        The file appears under its name when it is complete.
+
+        Args:
+            dst: where to.
+            field: "weight" or a state field of the optimizer.
+            overwrite: replace what is there (otherwise FileExistsError).
+            dtype: convert to this dtype; None keeps the field's.
+            gzip: compression level 0 to 9, HDF5 only; None writes contiguous.
+            progress: called with (done, total) rows; may raise to stop.
+
+        A file of the store itself, or one a table has adopted, is refused (ValueError).
+
+        Returns how many values the conversion made infinite and how many it made zero:
+        {"became_infinite", "became_zero"}. Warns if any became infinite.
+        """
+        if gzip is not None:
+            gzip = _checks.integer(gzip, "gzip", most=9)
+        core = self._live
+        location = os.fsencode(dst)
+        self._store._check_outside(_core.location_file(location))
+        wanted = None if dtype is None else _dtypes.dtype_name(dtype)
+        infinite, zero = core.export(location, field, bool(overwrite), wanted, gzip, progress)
+        if infinite:
+            warnings.warn(
+                f"{infinite} values of table {self._name!r} became infinite in {wanted}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return {"became_infinite": infinite, "became_zero": zero}
+
+    # --- parts ------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _field_dtype(core: _core.Table, field: str) -> str:
+        if not isinstance(field, str):
+            raise TypeError(f"field must be a string, not {field!r}")
+        return core.field_dtype(field)
+
+    def _ids(self, ids: Any) -> _arrays.Batch:
+        batch = _arrays.read_ids(ids)
+        if batch.device is not None and batch.device != self._store.device:
+            device = self._store.device
+            if device is None:
+                raise ValueError(
+                    f"ids are on cuda:{batch.device}, but the store was opened without a device: "
+                    f'open it with device="cuda{f":{batch.device}" if batch.device else ""}"'
+                )
+            raise ValueError(f"ids are on cuda:{batch.device}, the store uses cuda:{device}")
+        return batch
+
+    def _scatter(
+        self, core: _core.Table, batch: _arrays.Batch, values: _arrays.Values, field: str
+    ) -> None:
+        if batch.device is None:
+            core.scatter(batch.host, values.bytes, field)
+        else:
+            with _Unsigned(batch):
+                core.scatter_device(
+                    batch.device, batch.pointer, batch.count, values.pointer, field, batch.stream
+                )
+
+    def _range(self, core: _core.Table, start: int, stop: int | None) -> tuple[int, int]:
+        rows = core.rows
+        first = _checks.integer(start, "start")
+        last = rows if stop is None else _checks.integer(stop, "stop")
+        if not first <= last <= rows:
+            raise IndexError(
+                f"rows [{first}, {last}) are no range of table {self._name!r} with {rows} rows"
+            )
+        return first, last
+
+    def _host_broadcast(self, value: Any, shape: tuple[int, ...]) -> NDArray[Any]:
+        """`value` as rows of `shape`, not copied; bfloat16 may be seen as another 16-bit dtype."""
+        if _arrays.is_list(value):
+            array = _arrays.list_values(value, self._dtype, "rows")
+        else:
+            if _arrays.is_torch(value):
+                _arrays.check_torch(value, "rows")
+            array, name = _arrays.host_array(value, "rows")
+            _arrays.check_dtype(name, (self._dtype,), "rows")
+        while array.ndim > len(shape) and array.shape[0] == 1:
+            array = array[0]
+        try:
+            return np.broadcast_to(array, shape)
+        except ValueError:
+            raise ValueError(
+                f"rows of shape {array.shape} cannot be broadcast to {shape}"
+            ) from None
+
+    def _stream_in(self, core: _core.Table, target: range, rows: NDArray[Any]) -> None:
+        block = max(1, _STREAM_BYTES // (rows.itemsize * self._dim))
+        for at in range(0, len(target), block):
+            part = np.ascontiguousarray(rows[at : at + block])
+            core.write(target.start + at, part.shape[0], _arrays.flat_bytes(part), "weight")
+
+
+class TableView:
+    """A field of a table as a read-only array that reads rows when it is indexed.
+
+    `view[3:7]`, `view[5]`, `view[ids]`, `len(view)`, iteration; `np.asarray(view)` reads it all.
+    What it gives are copies. Slices are read past the hot pages, so that a scan evicts nothing.
+    It stays current: rows written later are seen by later reads.
+    """
+
+    __slots__ = ("_field", "_table")
+
+    def __init__(self, table: Table, field: str) -> None:
+        self._table = table
+        self._field = field
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, dim)."""
+        return self._table.shape
+
+    @property
+    def ndim(self) -> int:
+        """2."""
+        return 2
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy dtype of the elements."""
+        return _dtypes.numpy_dtype(self._table._live.field_dtype(self._field))
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, key: Any) -> Any:
+        """Rows as copies; keys as for `table[key]`."""
+        return _select(self._table, _key(key, self._table), self._field, 0)
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        block = max(1, _STREAM_BYTES // (self.dtype.itemsize * self.shape[1]))
+        start = 0
+        while start < len(self):
+            part = self._table.read(start, min(start + block, len(self)), field=self._field)
+            yield from part
+            start += part.shape[0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("rows of a table cannot be seen without a copy")
+        whole: NDArray[Any] = self._table.read(field=self._field)
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<embermap.TableView {self._field!r} of {self._table!r}>"
+
+
+class _Unsigned:
+    """Lets an error name an id beyond int64 as the caller wrote it, not as its negative twin."""
+
+    def __init__(self, batch: _arrays.Batch) -> None:
+        self._batch = batch
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RowIdError) and self._batch.unsigned and error.id < 0:
+            text = str(error).replace(f"row id {error.id} ", f"row id {error.id + 2**64} ", 1)
+            proper = RowIdError(text)
+            proper.id, proper.position = error.id + 2**64, error.position
+            raise proper from None
+
+
+# --- keys -----------------------------------------------------------------------------------------
+
+
+def _key(key: Any, table: Table) -> Any:
+    """A key of `table[key]` as a row number, a range of rows, or ids."""
+    rows = table.rows
+    if key is Ellipsis:
+        return range(rows)
+    if isinstance(key, slice):
+        return range(*key.indices(rows))
+    if isinstance(key, tuple):
+        raise TypeError(
+            "a table is indexed by rows only; take columns of the result: table[ids][..., columns]"
+        )
+    if isinstance(key, bool):
+        raise TypeError(f"a row number cannot be {key!r}")
+    if isinstance(key, int | np.integer):
+        number = int(key)
+        if not -rows <= number < rows:
+            error = RowIdError(
+                f"row {number} is out of range for table {table.name!r} with {rows} rows"
+            )
+            error.id, error.position = number, 0
+            raise error
+        return number + rows if number < 0 else number
+    mask = _mask(key)
+    if mask is None:
+        return key
+    if tuple(mask.shape) != (rows,):
+        raise IndexError(
+            f"a mask of shape {tuple(mask.shape)} does not fit table {table.name!r} "
+            f"with {rows} rows"
+        )
+    if _arrays.is_torch(mask):
+        return mask.nonzero().reshape(-1)
+    return mask.nonzero()[0]
+
+
+def _mask(key: Any) -> Any:
+    """`key` as an array of bools; None if it is none."""
+    if isinstance(key, list) and key and isinstance(key[0], bool | np.bool_):
+        array = np.asarray(key)
+        if array.dtype != np.bool_:
+            raise TypeError("a key mixes bools with other things")
+        return array
+    if isinstance(key, np.ndarray) or _arrays.is_cupy(key):
+        return key if key.dtype == np.bool_ and key.ndim > 0 else None
+    if _arrays.is_torch(key):
+        return key if key.dtype == sys.modules["torch"].bool and key.ndim > 0 else None
+    return None
+
+
+def _select(table: Table, target: Any, field: str, stream_bytes: int) -> Any:
+    """Rows at what `_key` gave; slices of `stream_bytes` and more are read past the hot pages."""
+    if isinstance(target, int):
+        target = np.int64(target)
+    if not isinstance(target, range):
+        return table.gather(target, field=field)
+    if len(target) == 0 or abs(target.step) != 1:
+        return table.gather(target, field=field)
+    first, last = min(target[0], target[-1]), max(target[0], target[-1])
+    wide = len(target) * table.dim * _dtypes.ITEM_BYTES[table._field_dtype(table._live, field)]
+    if wide < stream_bytes:
+        return table.gather(target, field=field)
+    rows = table.read(first, last + 1, field=field)
+    return rows if target.step == 1 else np.ascontiguousarray(rows[::-1])
+
+
+def _device_ids(target: int | range, value: Any) -> Any:
+    """A row number or range as ids on the device of `value`."""
+    if _arrays.is_cupy(value):
+        cupy = sys.modules["cupy"]
+        with value.device:
+            if isinstance(target, int):
+                return cupy.asarray(target, dtype=cupy.int64)
+            return cupy.arange(target.start, target.stop, target.step, dtype=cupy.int64)
+    import torch
+
+    place = f"cuda:{_arrays.cuda_device(value)}"
+    if isinstance(target, int):
+        return torch.tensor(target, device=place)
+    ids = torch.arange(len(target), dtype=torch.int64, device=place)
+    return ids * target.step + target.start
+
+
+def _broadcast_on_device(value: Any, shape: tuple[int, ...]) -> Any:
+    if _arrays.is_cupy(value):
+        library = sys.modules["cupy"]
+    else:
+        import torch as library
+
+        if not _arrays.is_torch(value):
+            value = library.from_dlpack(value)
+    while value.ndim > len(shape) and value.shape[0] == 1:
+        value = value[0]
+    try:
+        return library.broadcast_to(value, shape)
+    except (ValueError, RuntimeError):
+        raise ValueError(
+            f"rows of shape {tuple(value.shape)} cannot be broadcast to {shape}"
+        ) from None
+
+
+def _restore_table(store: Store, name: str, identity: tuple[int, str, int]) -> Table:
+    table = store[name]
+    core = table._live
+    if (core.dim, core.dtype, core.file.stat().st_ino) != identity:
+        raise ValueError(
+            f"table {name!r} of {str(store.path)!r} is not the one that was pickled: "
+            "it has been replaced since"
+        )
+    return table
