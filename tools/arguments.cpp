@@ -1,0 +1,200 @@
+#include "tools/arguments.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "base/size_text.hpp"
+#include "tools/command.hpp"
+
+namespace embermap::tools {
+namespace {
+
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+
+// Takes digits, with single underscores between them, off the front of `text`. Empty if there are none.
+std::string take_digits(std::string_view& text) {
+  std::string digits;
+  std::size_t at = 0;
+  while (at < text.size()) {
+    if (is_digit(text[at])) {
+      digits += text[at];
+    } else if (text[at] != '_' || at == 0 || !is_digit(text[at - 1]) || at + 1 == text.size() || !is_digit(text[at + 1])) {
+      break;
+    }
+    ++at;
+  }
+  text.remove_prefix(at);
+  return digits;
+}
+
+// The whole number of `text`, or nothing.
+std::optional<std::uint64_t> count_of(std::string_view text) {
+  std::string digits = take_digits(text);
+  if (digits.empty()) return std::nullopt;
+  std::uint64_t zeros = 0;  // to append
+  if (!text.empty()) {
+    std::string fraction;
+    if (text.front() == '.') {
+      text.remove_prefix(1);
+      fraction = take_digits(text);
+      if (fraction.empty()) return std::nullopt;
+    }
+    if (text.empty() || (text.front() != 'e' && text.front() != 'E')) return std::nullopt;
+    text.remove_prefix(1);
+    if (!text.empty() && text.front() == '+') text.remove_prefix(1);
+    const std::string exponent = take_digits(text);
+    if (exponent.empty() || exponent.size() > 3 || !text.empty()) return std::nullopt;
+    while (!fraction.empty() && fraction.back() == '0') fraction.pop_back();
+    zeros = std::stoul(exponent);
+    if (fraction.size() > zeros) return std::nullopt;
+    zeros -= fraction.size();
+    digits += fraction;
+  }
+  std::uint64_t value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  if (error != std::errc{} || end != digits.data() + digits.size()) return std::nullopt;
+  for (; zeros > 0 && value > 0; --zeros)
+    if (__builtin_mul_overflow(value, std::uint64_t{10}, &value)) return std::nullopt;
+  return value;
+}
+
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (;;) {
+    const std::size_t at = text.find(separator);
+    parts.push_back(text.substr(0, at));
+    if (at == std::string_view::npos) return parts;
+    text.remove_prefix(at + 1);
+  }
+}
+
+}  // namespace
+
+std::uint64_t parse_count(std::string_view option, std::string_view text) {
+  if (const auto value = count_of(text)) return *value;
+  throw UsageError(
+      fmt::format("{}: '{}' is not a whole number below 2^64; write 1000000, 1_000_000 or 1e6", option, printable(text)));
+}
+
+double parse_number(std::string_view option, std::string_view text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc{} || end != text.data() + text.size() || !std::isfinite(value))
+    throw UsageError(fmt::format("{}: '{}' is not a finite number", option, printable(text)));
+  return value;
+}
+
+std::uint64_t parse_size_option(std::string_view option, std::string_view text) {
+  try {
+    const std::uint64_t bytes = parse_size(text);
+    if (bytes == 0) throw UsageError(fmt::format("{}: must be more than 0 bytes", option));
+    return bytes;
+  } catch (const InvalidArgument& error) {
+    throw UsageError(fmt::format("{}: {}", option, error.what()));
+  }
+}
+
+DType parse_dtype_option(std::string_view option, std::string_view text) {
+  try {
+    return parse_dtype(text);
+  } catch (const DTypeError& error) {
+    throw UsageError(fmt::format("{}: {}", option, error.what()));
+  }
+}
+
+Initializer parse_initializer(std::string_view text) {
+  const std::vector<std::string_view> parts = split(text, ':');
+  const std::string_view kind = parts.front();
+  const auto number = [&](std::size_t i) { return parse_number("--init", parts[i]); };
+  if (kind == "zeros" && parts.size() == 1) return Zeros{};
+  if (kind == "constant" && parts.size() == 2) return Constant{.value = number(1)};
+  if (kind == "uniform" && parts.size() == 1) return Uniform{};
+  if (kind == "uniform" && parts.size() == 3) return Uniform{.low = number(1), .high = number(2)};
+  if (kind == "normal" && parts.size() == 1) return Normal{};
+  if (kind == "normal" && parts.size() == 3) return Normal{.mean = number(1), .std = number(2)};
+  throw UsageError(
+      fmt::format("--init: '{}' is none of zeros, constant:VALUE, uniform:LOW:HIGH, normal:MEAN:STD", printable(text)));
+}
+
+std::string initializer_text(const Initializer& init) {
+  struct Text {
+    std::string operator()(const Zeros&) const { return "zeros"; }
+    std::string operator()(const Constant& c) const { return fmt::format("constant:{}", c.value); }
+    std::string operator()(const Uniform& u) const { return fmt::format("uniform:{}:{}", u.low, u.high); }
+    std::string operator()(const Normal& n) const { return fmt::format("normal:{}:{}", n.mean, n.std); }
+  };
+  return std::visit(Text{}, init);
+}
+
+void OptimizerArguments::add_to(CLI::App& command) {
+  const std::string group = "Optimizer";
+  command.add_option("--optimizer", kind_, "none, sgd or adagrad: what the table is trained with (default none)")
+      ->type_name("NAME")
+      ->group(group);
+  const auto number = [&](const char* name, std::optional<std::string>& value, const char* help) {
+    command.add_option(name, value, help)->type_name("X")->group(group);
+  };
+  number("--lr", lr_, "learning rate (sgd 0.001, adagrad 0.01)");
+  number("--momentum", momentum_, "sgd: momentum, kept per row if it is not 0");
+  command.add_flag("--nesterov", nesterov_, "sgd: Nesterov momentum")->group(group);
+  number("--weight-decay", weight_decay_, "sgd, adagrad: weight decay (0)");
+  number("--lr-decay", lr_decay_, "adagrad: decay of the learning rate (0)");
+  number("--eps", eps_, "adagrad: added to the root of the sum (1e-10)");
+  number("--initial-accumulator-value", initial_accumulator_value_, "adagrad: where the sum of squares begins (0)");
+}
+
+Optimizer OptimizerArguments::optimizer() const {
+  using Choice = std::pair<const char*, const std::optional<std::string>*>;
+  const std::array<Choice, 6> all{{{"--lr", &lr_},
+                                   {"--momentum", &momentum_},
+                                   {"--weight-decay", &weight_decay_},
+                                   {"--lr-decay", &lr_decay_},
+                                   {"--eps", &eps_},
+                                   {"--initial-accumulator-value", &initial_accumulator_value_}}};
+  std::vector<std::string_view> given;
+  for (const auto& [name, value] : all)
+    if (value->has_value()) given.emplace_back(name);
+  if (nesterov_) given.emplace_back("--nesterov");
+
+  const auto take = [&](std::string_view name, const std::optional<std::string>& value, double& target) {
+    if (!value.has_value()) return;
+    target = parse_number(name, *value);
+    std::erase(given, name);
+  };
+  Optimizer result;
+  if (kind_ == "sgd") {
+    Sgd sgd;
+    take("--lr", lr_, sgd.lr);
+    take("--momentum", momentum_, sgd.momentum);
+    take("--weight-decay", weight_decay_, sgd.weight_decay);
+    sgd.nesterov = nesterov_;
+    std::erase(given, "--nesterov");
+    result = sgd;
+  } else if (kind_ == "adagrad") {
+    Adagrad adagrad;
+    take("--lr", lr_, adagrad.lr);
+    take("--weight-decay", weight_decay_, adagrad.weight_decay);
+    take("--lr-decay", lr_decay_, adagrad.lr_decay);
+    take("--eps", eps_, adagrad.eps);
+    take("--initial-accumulator-value", initial_accumulator_value_, adagrad.initial_accumulator_value);
+    result = adagrad;
+  } else if (kind_ != "none") {
+    throw UsageError(fmt::format("--optimizer: '{}' is none of none, sgd, adagrad", printable(kind_)));
+  }
+  if (!given.empty() && kind_ == "none") throw UsageError(fmt::format("{} needs --optimizer", given.front()));
+  if (!given.empty()) throw UsageError(fmt::format("{} is not an option of the optimizer {}", given.front(), kind_));
+  try {
+    check_optimizer(result);
+  } catch (const InvalidArgument& error) {
+    throw UsageError(error.what());
+  }
+  return result;
+}
+
+}  // namespace embermap::tools

@@ -1,0 +1,143 @@
+// Tables on this machine's CPU and disk. Each benchmark checks what it does before it times it, and reports bytes of rows per
+// second.
+//
+// Axes: ids in a batch, dim (float32). "Hot": the budget holds every page. "Cold": it holds a tenth of them and ids are uniform,
+// so that nearly every page is read; the page cache has the file where memory allows, which `drop_caches` or a larger table takes
+// away. The store lies under TMPDIR (else /tmp): name a folder on the disk that is meant.
+#include <benchmark/benchmark.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "store/store.hpp"
+
+namespace {
+
+using embermap::DType;
+using namespace embermap::literals;
+
+constexpr std::uint64_t kTableBytes = 256_MiB;  // of weights
+
+// A folder of its own, gone at the end.
+class ScratchStore {
+ public:
+  ScratchStore() : path_{std::filesystem::temp_directory_path() / ("embermap-bench-" + std::to_string(getpid()))} {}
+  ~ScratchStore() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  ScratchStore(const ScratchStore&) = delete;
+  ScratchStore& operator=(const ScratchStore&) = delete;
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+std::vector<std::int64_t> random_ids(std::uint64_t count, std::uint64_t rows, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::uniform_int_distribution<std::int64_t> any(0, static_cast<std::int64_t>(rows) - 1);
+  std::vector<std::int64_t> ids(count);
+  for (auto& id : ids) id = any(random);
+  return ids;
+}
+
+struct Axes {
+  std::uint64_t ids, dim, rows;
+  explicit Axes(const benchmark::State& state)
+      : ids{static_cast<std::uint64_t>(state.range(0))},
+        dim{static_cast<std::uint64_t>(state.range(1))},
+        rows{kTableBytes / (dim * 4)} {}
+  std::int64_t batch_bytes() const { return static_cast<std::int64_t>(ids * dim * 4); }
+};
+
+// Row r holds r, r + 1, ... (mod 4096), exact in float32; scattered in runs, which also writes every page.
+void fill(embermap::Table& table) {
+  constexpr std::uint64_t kRun = 4096;
+  std::vector<float> rows(kRun * table.dim());
+  for (std::uint64_t first = 0; first < table.rows(); first += kRun) {
+    const std::uint64_t count = std::min(kRun, table.rows() - first);
+    for (std::uint64_t i = 0; i < count; ++i)
+      for (std::uint64_t c = 0; c < table.dim(); ++c) rows[i * table.dim() + c] = static_cast<float>((first + i + c) % 4096);
+    table.write(first, count, std::as_bytes(std::span(rows).first(count * table.dim())));
+  }
+}
+
+bool holds(const std::vector<std::int64_t>& ids, std::uint64_t dim, const std::vector<float>& rows) {
+  for (std::size_t i = 0; i < ids.size(); ++i)
+    for (std::uint64_t c = 0; c < dim; ++c)
+      if (rows[i * dim + c] != static_cast<float>((static_cast<std::uint64_t>(ids[i]) + c) % 4096)) return false;
+  return true;
+}
+
+void gather(benchmark::State& state, std::uint64_t memory) {
+  const Axes axes(state);
+  const ScratchStore scratch;
+  auto store = embermap::Store::open(scratch.path(), {.memory = memory});
+  auto table = store.create("t", {.rows = axes.rows, .dim = axes.dim});
+  fill(table);
+  store.commit();
+  std::vector<float> out(axes.ids * axes.dim);
+  const auto bytes = std::as_writable_bytes(std::span(out));
+  // Different ids each time: a repeated batch would be in the processor's cache.
+  std::vector<std::vector<std::int64_t>> batches;
+  for (std::uint64_t seed = 0; seed < 8; ++seed) batches.push_back(random_ids(axes.ids, axes.rows, seed));
+  for (const auto& ids : batches) {
+    table.gather(ids, bytes);
+    if (!holds(ids, axes.dim, out)) return state.SkipWithError("wrong rows: a time would mean nothing");
+  }
+  const auto before = table.stats();
+  std::size_t next = 0;
+  for (auto _ : state) table.gather(batches[next++ % batches.size()], bytes);
+  const auto after = table.stats();
+  const auto wanted = static_cast<double>(after.hits - before.hits + after.misses - before.misses);
+  state.SetBytesProcessed(state.iterations() * axes.batch_bytes());
+  state.counters["page_hits"] = static_cast<double>(after.hits - before.hits) / std::max(wanted, 1.0);
+}
+
+void BM_GatherHot(benchmark::State& state) { gather(state, 2 * kTableBytes); }
+void BM_GatherCold(benchmark::State& state) { gather(state, kTableBytes / 10); }
+
+void BM_UpdateAdagradHot(benchmark::State& state) {
+  const Axes axes(state);
+  const ScratchStore scratch;
+  auto store = embermap::Store::open(scratch.path(), {.memory = 4 * kTableBytes});
+  auto table = store.create("t", {.rows = axes.rows, .dim = axes.dim, .optimizer = embermap::Adagrad{.lr = 0.5, .eps = 0}});
+  const std::vector<float> grads(axes.ids * axes.dim, 1.0F);
+  const auto bytes = std::as_bytes(std::span(grads));
+  std::vector<std::vector<std::int64_t>> batches;
+  for (std::uint64_t seed = 0; seed < 8; ++seed) batches.push_back(random_ids(axes.ids, axes.rows, seed));
+  // The first step of a row with gradient g is -lr * g / sqrt(g * g): -lr, however often the row was named.
+  table.update(batches[0], bytes, DType::kFloat32);
+  std::vector<float> out(axes.ids * axes.dim);
+  table.gather(batches[0], std::as_writable_bytes(std::span(out)));
+  for (const float value : out)
+    if (value != -0.5F) return state.SkipWithError("wrong step: a time would mean nothing");
+  for (const auto& ids : batches) table.update(ids, bytes, DType::kFloat32);
+  std::size_t next = 0;
+  for (auto _ : state) table.update(batches[next++ % batches.size()], bytes, DType::kFloat32);
+  state.SetBytesProcessed(state.iterations() * axes.batch_bytes());
+}
+
+void BM_CreateBillionRows(benchmark::State& state) {
+  for (auto _ : state) {
+    const ScratchStore scratch;
+    auto store = embermap::Store::open(scratch.path());
+    auto table = store.create("t", {.rows = 1'000'000'000, .dim = 128, .init = embermap::Normal{0, 0.02}});
+    store.close();
+  }
+}
+
+const std::vector<std::vector<std::int64_t>> kAxes{{1'024, 131'072}, {16, 128}};
+BENCHMARK(BM_GatherHot)->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(BM_GatherCold)->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(BM_UpdateAdagradHot)->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(BM_CreateBillionRows)->Unit(benchmark::kMillisecond)->UseRealTime();
+
+}  // namespace

@@ -1,0 +1,78 @@
+// embermap convert SRC DST
+#include <fmt/format.h>
+
+#include <chrono>
+#include <memory>
+
+#include "tools/arguments.hpp"
+#include "tools/command.hpp"
+#include "tools/console.hpp"
+#include "tools/paths.hpp"
+#include "tools/progress.hpp"
+#include "tools/transfer.hpp"
+
+namespace embermap::tools {
+namespace {
+
+struct Arguments {
+  std::string source, destination, dtype, source_dtype;
+  DestinationArguments output;
+  bool allow_external = false;
+};
+
+int convert(const Arguments& arguments, const Common& common) {
+  const Location source = parse_location_option("SRC", arguments.source);
+  const Location destination = parse_location_option("DST", arguments.destination);
+  const WriteOptions options = arguments.output.options(destination);
+  std::optional<DType> to, as;
+  if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
+  if (!arguments.source_dtype.empty()) as = parse_dtype_option("--source-dtype", arguments.source_dtype);
+
+  const auto begin = std::chrono::steady_clock::now();
+  require_regular_file(source.file);
+  check_destination(destination, source.file, options.overwrite);
+  check_source_is_whole(source, common.memory / 4);
+  const std::unique_ptr<RowReader> reader = open_source(source, to, as, arguments.allow_external);
+  TransferResult result{.source = arguments.source,
+                        .destination = arguments.destination,
+                        .rows = reader->rows(),
+                        .dim = reader->dim(),
+                        .from = reader->dtype(),
+                        .to = to.value_or(reader->dtype()),
+                        .report = {},
+                        .seconds = 0};
+  {
+    const std::unique_ptr<RowWriter> writer = create_rows(destination, result.rows, result.dim, result.to, options);
+    ProgressLine line("convert", result.dim * item_size(result.to), common.quiet);
+    result.report = copy_rows(*reader, *writer, result.to, common.memory / 2, line.callback());
+    check_interrupt();
+    writer->finish();
+  }
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  print_transfer(common, result);
+  return kDone;
+}
+
+}  // namespace
+
+void add_convert(CLI::App& app, Common& common, Action& chosen) {
+  auto* command = app.add_subcommand("convert", "Copy rows from file to file, without a store");
+  auto arguments = std::make_shared<Arguments>();
+  command->add_option("SRC", arguments->source, "x.npy, x.npy:field or x.h5:/path/to/dataset")->required();
+  command->add_option("DST", arguments->destination, "x.npy or x.h5:/path/to/dataset")->required();
+  command
+      ->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even); bfloat16 also names bytes the file cannot name")
+      ->type_name("NAME");
+  command->add_option("--source-dtype", arguments->source_dtype, "What ambiguous bytes of SRC are (V2, opaque)")
+      ->type_name("NAME");
+  arguments->output.add_to(*command);
+  command->add_flag("--allow-external", arguments->allow_external,
+                    "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
+  finish_command(*command, common, chosen,
+                 "  embermap convert vectors.npy vectors.h5:/vectors --gzip 4\n"
+                 "  embermap convert model.h5:/embeddings/words words.npy --dtype float16\n"
+                 "  embermap convert tables/items.npy:weight weight.npy",
+                 [arguments](const Common& c) { return convert(*arguments, c); });
+}
+
+}  // namespace embermap::tools

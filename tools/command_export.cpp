@@ -1,0 +1,80 @@
+// embermap export STORE/TABLE[:field] DST
+#include <fmt/format.h>
+
+#include <chrono>
+#include <memory>
+
+#include "base/error.hpp"
+#include "store/store.hpp"
+#include "tools/arguments.hpp"
+#include "tools/command.hpp"
+#include "tools/console.hpp"
+#include "tools/paths.hpp"
+#include "tools/progress.hpp"
+#include "tools/transfer.hpp"
+
+namespace embermap::tools {
+namespace {
+
+struct Arguments {
+  std::string table, destination, dtype;
+  DestinationArguments output;
+  bool accept_unclean = false;
+};
+
+int export_table(const Arguments& arguments, const Common& common) {
+  const TablePath path = parse_table_path(arguments.table, /*with_field=*/true);
+  const Location destination = parse_location_option("DST", arguments.destination);
+  const WriteOptions options = arguments.output.options(destination);
+  std::optional<DType> to;
+  if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
+
+  const auto begin = std::chrono::steady_clock::now();
+  Store store = Store::open(
+      path.store,
+      StoreOptions{.mode = StoreOptions::Mode::kRead, .memory = common.memory / 2, .accept_unclean = arguments.accept_unclean});
+  const Table table = store.table(path.table);
+  if (same_file(table.file(), destination.file))
+    throw InvalidArgument(fmt::format("{} is the file of the table {} itself; it is not replaced", printable(destination.file),
+                                      printable(path.text())));
+  check_destination(destination, {}, options.overwrite);
+  const std::unique_ptr<RowReader> reader = table_rows(table, path.field);
+  TransferResult result{.source = arguments.table,
+                        .destination = arguments.destination,
+                        .rows = reader->rows(),
+                        .dim = reader->dim(),
+                        .from = reader->dtype(),
+                        .to = to.value_or(reader->dtype()),
+                        .report = {},
+                        .seconds = 0};
+  {
+    const std::unique_ptr<RowWriter> writer = create_rows(destination, result.rows, result.dim, result.to, options);
+    ProgressLine line("export " + path.table, result.dim * item_size(result.to), common.quiet);
+    result.report = copy_rows(*reader, *writer, result.to, common.memory / 4, line.callback());
+    check_interrupt();
+    writer->finish();
+  }
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  print_transfer(common, result, Json{{"field", json_text(path.field)}, {"commit", store.commit_number()}});
+  return kDone;
+}
+
+}  // namespace
+
+void add_export(CLI::App& app, Common& common, Action& chosen) {
+  auto* command = app.add_subcommand("export", "Write the rows of a table, or of one field of it, to a file");
+  auto arguments = std::make_shared<Arguments>();
+  command->add_option("TABLE", arguments->table, "STORE/TABLE, or STORE/TABLE:field for the state of its optimizer")->required();
+  command->add_option("DST", arguments->destination, "x.npy or x.h5:/path/to/dataset")->required();
+  command->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even)")->type_name("NAME");
+  arguments->output.add_to(*command);
+  command->add_flag("--accept-unclean", arguments->accept_unclean,
+                    "Take rows as they are after a session that ended without commit");
+  finish_command(*command, common, chosen,
+                 "  embermap export tables/items items.npy\n"
+                 "  embermap export tables/items:sum state.h5:/items/sum --gzip 4\n"
+                 "  embermap export tables/items small.npy --dtype float16 --overwrite",
+                 [arguments](const Common& c) { return export_table(*arguments, c); });
+}
+
+}  // namespace embermap::tools

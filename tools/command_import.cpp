@@ -1,0 +1,151 @@
+// embermap import SRC STORE/TABLE
+#include <fmt/format.h>
+
+#include <chrono>
+#include <memory>
+
+#include "base/error.hpp"
+#include "store/store.hpp"
+#include "tools/arguments.hpp"
+#include "tools/command.hpp"
+#include "tools/console.hpp"
+#include "tools/describe_store.hpp"
+#include "tools/new_table.hpp"
+#include "tools/paths.hpp"
+#include "tools/progress.hpp"
+#include "tools/transfer.hpp"
+
+namespace embermap::tools {
+namespace {
+
+struct Arguments {
+  std::string source, table, field, dtype, source_dtype, page_size = "4KiB";
+  OptimizerArguments optimizer;
+  bool in_place = false, read_only = false, allow_external = false;
+};
+
+std::optional<DType> optional_dtype(std::string_view option, const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  return parse_dtype_option(option, text);
+}
+
+Location source_location(const Arguments& arguments) {
+  Location source = parse_location_option("SRC", arguments.source);
+  if (arguments.field.empty()) return source;
+  if (!source.selector.empty() && source.selector != arguments.field)
+    throw UsageError(
+        fmt::format("SRC names '{}' and --field names '{}'", printable(source.selector), printable(arguments.field)));
+  source.selector = arguments.field;
+  return source;
+}
+
+Json result_json(const Common& common, const TablePath& path, const Table& table) {
+  Json json{{"table", table_json(table)}};
+  json["table"]["store"] = json_text(path.store.native());
+  json["memory"] = common.memory;
+  return json;
+}
+
+int adopt(const Arguments& arguments, const Common& common, const Location& source, const TablePath& path) {
+  if (source.format != Location::Format::kNpy) throw UsageError("--in-place takes a .npy file; others are imported as a copy");
+  if (!source.selector.empty()) throw UsageError("--in-place takes a whole .npy file, not a field of one");
+  if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
+    throw UsageError("--in-place leaves the file as it is, so there is no place for the state of an optimizer");
+  std::optional<DType> dtype = optional_dtype("--dtype", arguments.dtype);
+  if (const auto named = optional_dtype("--source-dtype", arguments.source_dtype)) dtype = named;
+  require_regular_file(source.file);
+
+  const auto begin = std::chrono::steady_clock::now();
+  NewTable destination(path, common.memory);
+  const Table table = destination.store().adopt(path.table, source.file, !arguments.read_only, dtype);
+  TransferResult result{.source = arguments.source,
+                        .destination = path.text(),
+                        .rows = table.rows(),
+                        .dim = table.dim(),
+                        .from = table.dtype(),
+                        .to = table.dtype(),
+                        .report = {},
+                        .seconds = 0};
+  Json extra = result_json(common, path, table);
+  extra["in_place"] = true;
+  extra["writable"] = table.writable();
+  destination.keep();
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  print_transfer(common, result, extra);
+  return kDone;
+}
+
+int import(const Arguments& arguments, const Common& common) {
+  const TablePath path = parse_table_path(arguments.table);
+  const Location source = source_location(arguments);
+  const std::optional<DType> to = optional_dtype("--dtype", arguments.dtype);
+  const std::optional<DType> as = optional_dtype("--source-dtype", arguments.source_dtype);
+  TableOptions options;
+  options.optimizer = arguments.optimizer.optimizer();
+  options.page_bytes = parse_size_option("--page-size", arguments.page_size);
+  if (arguments.in_place) return adopt(arguments, common, source, path);
+  if (arguments.read_only) throw UsageError("--read-only needs --in-place");
+
+  const auto begin = std::chrono::steady_clock::now();
+  require_regular_file(source.file);
+  check_source_is_whole(source, common.memory / 4);
+  const std::unique_ptr<RowReader> reader = open_source(source, to, as, arguments.allow_external);
+  options.rows = reader->rows();
+  options.dim = reader->dim();
+  options.dtype = to.value_or(reader->dtype());
+  const Geometry geometry = check_table_options(options);
+  ConvertingReader converted(*reader, options.dtype, common.memory / 4);
+  TransferResult result{.source = arguments.source,
+                        .destination = path.text(),
+                        .rows = reader->rows(),
+                        .dim = reader->dim(),
+                        .from = reader->dtype(),
+                        .to = options.dtype,
+                        .report = {},
+                        .seconds = 0};
+
+  NewTable destination(path, common.memory / 2);
+  check_free_space(path.store, path.store / (path.table + ".npy"), geometry.file_bytes());
+  Json extra;
+  {
+    ProgressLine line("import " + path.table, reader->dim() * item_size(options.dtype), common.quiet);
+    const Table table = destination.store().import(path.table, converted, options, line.callback());
+    extra = result_json(common, path, table);
+  }
+  extra["in_place"] = false;
+  result.report = converted.report();
+  destination.keep();
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  print_transfer(common, result, extra);
+  return kDone;
+}
+
+}  // namespace
+
+void add_import(CLI::App& app, Common& common, Action& chosen) {
+  auto* command = app.add_subcommand("import", "Make a table from the rows of a file");
+  auto arguments = std::make_shared<Arguments>();
+  command->add_option("SRC", arguments->source, "x.npy, x.npy:field or x.h5:/path/to/dataset")->required();
+  command->add_option("TABLE", arguments->table, "STORE/TABLE, which must not exist; the store is made if it is not there")
+      ->required();
+  command->add_option("--field", arguments->field, "The field of a structured SRC, as x.npy:field")->type_name("NAME");
+  command
+      ->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even); bfloat16 also names bytes the file cannot name")
+      ->type_name("NAME");
+  command->add_option("--source-dtype", arguments->source_dtype, "What ambiguous bytes of SRC are (V2, opaque)")
+      ->type_name("NAME");
+  command->add_option("--page-size", arguments->page_size, "Unit of disk access: a power of two from 4KiB (default) to 2MiB")
+      ->type_name("SIZE");
+  command->add_flag("--in-place", arguments->in_place, "Use the .npy file where it is instead of a copy; training writes to it");
+  command->add_flag("--read-only", arguments->read_only, "With --in-place: never write to the file");
+  command->add_flag("--allow-external", arguments->allow_external,
+                    "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
+  arguments->optimizer.add_to(*command);
+  finish_command(*command, common, chosen,
+                 "  embermap import vectors.npy tables/items --optimizer adagrad --lr 0.05\n"
+                 "  embermap import model.h5:/embeddings/words tables/words --dtype float16\n"
+                 "  embermap import huge.npy tables/huge --in-place --read-only",
+                 [arguments](const Common& c) { return import(*arguments, c); });
+}
+
+}  // namespace embermap::tools

@@ -1,0 +1,174 @@
+// embermap materialize, recover, resize, remove: one call each.
+#include <fmt/format.h>
+
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.hpp"
+#include "store/store.hpp"
+#include "tools/arguments.hpp"
+#include "tools/command.hpp"
+#include "tools/console.hpp"
+#include "tools/describe_store.hpp"
+#include "tools/paths.hpp"
+#include "tools/progress.hpp"
+
+namespace embermap::tools {
+namespace {
+
+struct Arguments {
+  std::string path, rows;
+};
+
+Store open_writable(const std::filesystem::path& path, const Common& common) {
+  return Store::open(path, StoreOptions{.mode = StoreOptions::Mode::kReadWrite, .memory = common.memory});
+}
+
+void commit_what_there_is(Store& store) noexcept {
+  try {
+    store.close();
+  } catch (const std::exception&) {  // the disk is full or failing: the error that led here is the one to tell
+  }
+}
+
+int materialize(const Arguments& arguments, const Common& common) {
+  const TablePath path = find_store_or_table(arguments.path);
+  Store store = open_writable(path.store, common);
+  const std::vector<std::string> names = path.table.empty() ? store.tables() : std::vector<std::string>{path.table};
+  Json tables = Json::array();
+  std::string text;
+  for (const std::string& name : names) {
+    Table table = store.table(name);
+    const std::uint64_t before = table.written_pages();
+    try {
+      ProgressLine line("materialize " + name, table.geometry().page_bytes(), common.quiet);
+      table.materialize(line.callback());
+    } catch (...) {
+      // The pages written so far hold the rows they always stood for: with them committed, the store is whole and the rest can
+      // follow.
+      commit_what_there_is(store);
+      throw;
+    }
+    const std::uint64_t pages = table.written_pages() - before;
+    tables.push_back(table_json(table));
+    tables.back()["pages_made"] = pages;
+    text += fmt::format("{}: {} pages written, all {} are in the file\n", printable(name), grouped(pages),
+                        grouped(table.geometry().pages()));
+  }
+  store.close();
+  if (common.json)
+    print_json({{"path", json_text(path.store.native())}, {"tables", std::move(tables)}});
+  else if (!common.quiet)
+    print(text);
+  return kDone;
+}
+
+int recover(const Arguments& arguments, const Common& common) {
+  const TablePath path = find_store_or_table(arguments.path);
+  if (!path.table.empty())
+    throw UsageError(fmt::format("{} is a table; a store is recovered as a whole", printable(path.text())));
+  StoreOptions options{.mode = StoreOptions::Mode::kReadWrite, .memory = common.memory};
+  std::optional<std::string> reason;
+  std::optional<Store> store;
+  try {
+    store.emplace(Store::open(path.store, options));
+  } catch (const CorruptError& error) {
+    reason = error.what();
+    options.accept_unclean = true;
+    store.emplace(Store::open(path.store, options));
+  }
+  const std::uint64_t commit = store->commit_number();
+  store->close();
+  if (common.json)
+    print_json({{"path", json_text(path.store.native())},
+                {"recovered", reason.has_value()},
+                {"reason", reason ? Json(json_text(*reason)) : Json(nullptr)},
+                {"commit", commit}});
+  else if (!common.quiet)
+    print(fmt::format("{}: {}\n", printable(path.store),
+                      reason ? "took the tables as they were after a session that ended without commit" : "nothing to recover"));
+  return kDone;
+}
+
+int resize(const Arguments& arguments, const Common& common) {
+  const TablePath path = parse_table_path(arguments.path);
+  const std::uint64_t rows = parse_count("--rows", arguments.rows);
+  Store store = open_writable(path.store, common);
+  Table table = store.table(path.table);
+  const std::uint64_t before = table.rows();
+  table.resize(rows);
+  Json json = table_json(table);
+  json["store"] = json_text(path.store.native());
+  json["rows_before"] = before;
+  store.close();
+  if (common.json)
+    print_json(json);
+  else if (!common.quiet)
+    print(fmt::format("{}: {} rows, before {}\n", printable(path.text()), grouped(rows), grouped(before)));
+  return kDone;
+}
+
+int remove(const Arguments& arguments, const Common& common) {
+  const TablePath path = parse_table_path(arguments.path);
+  Store store = open_writable(path.store, common);
+  Json json;
+  std::string kept;
+  {
+    const Table table = store.table(path.table);
+    json = {{"name", json_text(path.table)},
+            {"store", json_text(path.store.native())},
+            {"rows", table.rows()},
+            {"dim", table.dim()},
+            {"file", json_text(table.file().native())},
+            {"file_kept", table.adopted()}};
+    if (table.adopted()) kept = fmt::format("; its file {} stays", printable(table.file()));
+  }
+  store.remove(path.table);
+  store.close();
+  if (common.json)
+    print_json(json);
+  else if (!common.quiet)
+    print(fmt::format("{}: removed{}\n", printable(path.text()), kept));
+  return kDone;
+}
+
+CLI::App* add_command(CLI::App& app, Common& common, Action& chosen, const std::string& name, const std::string& help,
+                      const std::string& path_help, const std::string& examples, const std::shared_ptr<Arguments>& arguments,
+                      int (*run)(const Arguments&, const Common&)) {
+  auto* command = app.add_subcommand(name, help);
+  command->add_option("PATH", arguments->path, path_help)->required();
+  finish_command(*command, common, chosen, examples, [arguments, run](const Common& c) { return run(*arguments, c); });
+  return command;
+}
+
+}  // namespace
+
+void add_materialize(CLI::App& app, Common& common, Action& chosen) {
+  add_command(app, common, chosen, "materialize", "Write initial rows out, so that the .npy alone holds all rows",
+              "STORE (all tables) or STORE/TABLE", "  embermap materialize tables/items", std::make_shared<Arguments>(),
+              materialize);
+}
+
+void add_recover(CLI::App& app, Common& common, Action& chosen) {
+  add_command(app, common, chosen, "recover",
+              "Accept a store whose last session ended without commit: its rows may mix the last commit and later ones", "STORE",
+              "  embermap recover tables", std::make_shared<Arguments>(), recover);
+}
+
+void add_resize(CLI::App& app, Common& common, Action& chosen) {
+  auto arguments = std::make_shared<Arguments>();
+  auto* command =
+      add_command(app, common, chosen, "resize", "Change the number of rows; rows beyond the new end are gone for good",
+                  "STORE/TABLE", "  embermap resize tables/items --rows 2e9", arguments, resize);
+  command->add_option("--rows", arguments->rows, "The new number of rows")->required()->type_name("N");
+}
+
+void add_remove(CLI::App& app, Common& common, Action& chosen) {
+  add_command(app, common, chosen, "remove", "Delete a table and its files; a file used in place stays", "STORE/TABLE",
+              "  embermap remove tables/items", std::make_shared<Arguments>(), remove);
+}
+
+}  // namespace embermap::tools

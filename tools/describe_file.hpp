@@ -1,0 +1,22 @@
+// What `embermap info` says about a file, found out without reading its data.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "tools/command.hpp"
+
+namespace embermap::tools {
+
+// {"kind": "npy" | "hdf5", "path", ...}; the format is told by the content, not by the name. Throws FormatError if it is neither,
+// or broken. `selector` names one field or dataset; all if empty (NotFound if there is none of that name).
+Json describe_file(const std::filesystem::path& file, const std::string& selector);
+
+// The same for people: aligned lines.
+std::string file_text(const Json& description);
+
+// Paths of all datasets of an HDF5 file, sorted; empty if the file is no HDF5 file.
+std::vector<std::string> hdf5_dataset_names(const std::filesystem::path& file);
+
+}  // namespace embermap::tools

@@ -1,0 +1,243 @@
+#include "tools/describe_store.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/error.hpp"
+#include "io/file.hpp"
+#include "tools/arguments.hpp"
+#include "tools/console.hpp"
+#include "tools/paths.hpp"
+#include "tools/text.hpp"
+
+namespace embermap::tools {
+namespace {
+
+// Who holds the store's writer lock: {"held": bool, "process": pid or null, "host": text or null}, or null if that cannot be
+// found out. Asks for the lock's state without taking it: a writer that starts at this moment is not disturbed.
+Json writer_json(const std::filesystem::path& store) {
+  const std::filesystem::path path = store / "LOCK";
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  const Json nobody{{"held", false}, {"process", nullptr}, {"host", nullptr}};
+  if (fd < 0) return errno == ENOENT ? nobody : Json(nullptr);
+  struct flock lock {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  const bool asked = fcntl(fd, F_OFD_GETLK, &lock) == 0;
+  close(fd);
+  if (!asked) return nullptr;
+  if (lock.l_type == F_UNLCK) return nobody;
+  Json writer{{"held", true}, {"process", nullptr}, {"host", nullptr}};
+  try {
+    const std::string text = read_text(path, 4096);  // "pid host\n", written after the lock was taken
+    std::uint64_t pid = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), pid);
+    if (error == std::errc{} && pid > 0 && text.back() == '\n') {
+      writer["process"] = pid;
+      const std::string_view rest(end, static_cast<std::size_t>(text.data() + text.size() - 1 - end));
+      if (rest.starts_with(' ') && rest.size() > 1) writer["host"] = json_text(rest.substr(1));
+    }
+  } catch (const Error&) {  // the lock alone says enough
+  }
+  return writer;
+}
+
+Json size_json(const std::filesystem::path& file) {
+  struct stat status {};
+  if (stat(file.c_str(), &status) != 0) return {{"file_bytes", nullptr}, {"allocated_bytes", nullptr}};
+  return {{"file_bytes", static_cast<std::uint64_t>(status.st_size)},
+          {"allocated_bytes", static_cast<std::uint64_t>(status.st_blocks) * 512}};
+}
+
+Json initializer_json(const Initializer& init) {
+  struct Describe {
+    Json operator()(const Zeros&) const { return {{"kind", "zeros"}}; }
+    Json operator()(const Constant& c) const { return {{"kind", "constant"}, {"value", c.value}}; }
+    Json operator()(const Uniform& u) const { return {{"kind", "uniform"}, {"low", u.low}, {"high", u.high}}; }
+    Json operator()(const Normal& n) const { return {{"kind", "normal"}, {"mean", n.mean}, {"std", n.std}}; }
+  };
+  Json json = std::visit(Describe{}, init);
+  json["text"] = initializer_text(init);
+  return json;
+}
+
+// A store opened to be looked at.
+struct Opened {
+  Store store;
+  bool uncommitted;  // pages were written after the last commit
+};
+
+Opened open_to_look(const std::filesystem::path& path, std::uint64_t memory) {
+  StoreOptions options{.mode = StoreOptions::Mode::kRead, .memory = memory, .threads = 1};
+  try {
+    return {Store::open(path, options), false};
+  } catch (const CorruptError&) {  // the tables may mix commits: no reason not to describe them
+    options.accept_unclean = true;
+    return {Store::open(path, options), true};
+  }
+}
+
+Json store_facts(const std::filesystem::path& path, const Opened& opened) {
+  const Json writer = writer_json(path);
+  const bool at_work = writer.is_object() && writer["held"].get<bool>();
+  return {{"commit", opened.store.commit_number()},
+          {"writer", writer},
+          {"uncommitted", opened.uncommitted},
+          {"unclean", opened.uncommitted && !at_work}};
+}
+
+std::string writer_text(const Json& writer) {
+  if (writer.is_null()) return "not known";
+  if (!writer["held"].get<bool>()) return "none";
+  if (writer["process"].is_null()) return "another process";
+  const std::string host = writer["host"].is_null() ? "" : " on host " + printable(writer["host"].get<std::string>());
+  return fmt::format("process {}{}", writer["process"].get<std::uint64_t>(), host);
+}
+
+void add_store_facts(Facts& facts, const Json& d) {
+  facts.add("commit", grouped(d["commit"].get<std::uint64_t>()));
+  facts.add("writer", writer_text(d["writer"]));
+  if (d["unclean"].get<bool>())
+    facts.add("unclean end", "rows may mix the last commit and later ones; 'embermap recover' accepts them");
+  else if (d["uncommitted"].get<bool>())
+    facts.add("uncommitted", "pages of the writer at work");
+}
+
+void add_table_facts(Facts& facts, const Json& t) {
+  facts.add("rows x dim",
+            fmt::format("{} x {}", grouped(t["rows"].get<std::uint64_t>()), grouped(t["dim"].get<std::uint64_t>())));
+  facts.add("dtype", t["dtype"].get<std::string>());
+  std::string optimizer;
+  for (const auto& [key, value] : t["optimizer"].items())
+    optimizer += key == "name" ? value.get<std::string>() : fmt::format(" {}={}", key, value.dump());
+  facts.add("optimizer", optimizer);
+  if (t["fields"].size() > 1) {
+    std::string fields;
+    for (const Json& field : t["fields"])
+      fields +=
+          fmt::format("{}{} {}", fields.empty() ? "" : ", ", field["name"].get<std::string>(), field["dtype"].get<std::string>());
+    facts.add("fields", fields);
+  }
+  if (!t["adopted"].get<bool>())
+    facts.add("initial rows", fmt::format("{}, seed {}", t["init"]["text"].get<std::string>(), t["seed"].get<std::uint64_t>()));
+  facts.add("step", grouped(t["step"].get<std::uint64_t>()));
+  facts.add("page", fmt::format("{}, {} rows of {} bytes", format_size(t["page_bytes"].get<std::uint64_t>()),
+                                grouped(t["rows_per_page"].get<std::uint64_t>()), grouped(t["stride"].get<std::uint64_t>())));
+  facts.add("written", fmt::format("{} of {} pages ({:.4g} %)", grouped(t["written_pages"].get<std::uint64_t>()),
+                                   grouped(t["pages"].get<std::uint64_t>()), t["materialised"].get<double>() * 100));
+  facts.add("file", printable(t["file"].get<std::string>()) + (t["adopted"].get<bool>() ? " (used in place)" : ""));
+  if (!t["file_bytes"].is_null())
+    facts.add("size", fmt::format("{}, on disk {}", format_size(t["file_bytes"].get<std::uint64_t>()),
+                                  format_size(t["allocated_bytes"].get<std::uint64_t>())));
+}
+
+}  // namespace
+
+Json optimizer_json(const Optimizer& optimizer) {
+  struct Describe {
+    Json operator()(const std::monostate&) const { return {{"name", "none"}}; }
+    Json operator()(const Sgd& o) const {
+      return {
+          {"name", "sgd"}, {"lr", o.lr}, {"momentum", o.momentum}, {"weight_decay", o.weight_decay}, {"nesterov", o.nesterov}};
+    }
+    Json operator()(const Adagrad& o) const {
+      return {{"name", "adagrad"},
+              {"lr", o.lr},
+              {"lr_decay", o.lr_decay},
+              {"weight_decay", o.weight_decay},
+              {"initial_accumulator_value", o.initial_accumulator_value},
+              {"eps", o.eps}};
+    }
+  };
+  return std::visit(Describe{}, optimizer);
+}
+
+Json table_json(const Table& table) {
+  const Geometry geometry = table.geometry();
+  const std::uint64_t written = table.written_pages();
+  Json fields = Json::array();
+  for (const Field& field : table.schema().fields())
+    fields.push_back(
+        {{"name", field.name}, {"dtype", dtype_name(field.dtype)}, {"offset", field.offset}, {"bytes", field.bytes}});
+  Json json{{"kind", "table"},
+            {"name", json_text(table.name())},
+            {"file", json_text(table.file().native())},
+            {"rows", table.rows()},
+            {"dim", table.dim()},
+            {"dtype", dtype_name(table.dtype())},
+            {"fields", std::move(fields)},
+            {"optimizer", optimizer_json(table.optimizer())},
+            {"init", initializer_json(table.initializer())},
+            {"seed", table.seed()},
+            {"step", table.step()},
+            {"page_bytes", geometry.page_bytes()},
+            {"rows_per_page", geometry.rows_per_page},
+            {"record_bytes", table.schema().record_bytes()},
+            {"stride", geometry.stride},
+            {"data_offset", geometry.data_offset},
+            {"pages", geometry.pages()},
+            {"written_pages", written},
+            {"materialised", geometry.pages() == 0 ? 1.0 : static_cast<double>(written) / static_cast<double>(geometry.pages())},
+            {"adopted", table.adopted()}};
+  json.update(size_json(table.file()));
+  return json;
+}
+
+Json describe_store(const std::filesystem::path& path, std::uint64_t memory) {
+  Opened opened = open_to_look(path, memory);
+  Json tables = Json::array();
+  for (const std::string& name : opened.store.tables()) tables.push_back(table_json(opened.store.table(name)));
+  Json json{{"kind", "store"}, {"path", json_text(path.native())}};
+  json.update(store_facts(path, opened));
+  json["tables"] = std::move(tables);
+  return json;
+}
+
+Json describe_table(const std::filesystem::path& store, const std::string& name, std::uint64_t memory) {
+  Opened opened = open_to_look(store, memory);
+  Json json = table_json(opened.store.table(name));
+  json["store"] = json_text(store.native());
+  json.update(store_facts(store, opened));
+  return json;
+}
+
+std::string table_line(const Json& t) {
+  return fmt::format("{} x {} {}, {}", grouped(t["rows"].get<std::uint64_t>()), grouped(t["dim"].get<std::uint64_t>()),
+                     t["dtype"].get<std::string>(),
+                     t["optimizer"]["name"] == "none" ? "no optimizer" : t["optimizer"]["name"].get<std::string>());
+}
+
+std::string store_text(const Json& d) {
+  Facts facts;
+  facts.add("store", printable(d["path"].get<std::string>()));
+  add_store_facts(facts, d);
+  facts.add("tables", grouped(d["tables"].size()));
+  std::string text = facts.text();
+  for (const Json& table : d["tables"]) {
+    Facts of_table;
+    of_table.add("table", printable(table["name"].get<std::string>()));
+    add_table_facts(of_table, table);
+    text += "\n" + of_table.text();
+  }
+  return text;
+}
+
+std::string table_text(const Json& d) {
+  Facts facts;
+  facts.add("table", printable(d["name"].get<std::string>()));
+  facts.add("store", printable(d["store"].get<std::string>()));
+  add_store_facts(facts, d);
+  add_table_facts(facts, d);
+  return facts.text();
+}
+
+}  // namespace embermap::tools

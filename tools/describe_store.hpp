@@ -1,0 +1,30 @@
+// What `embermap info` says about stores and tables.
+#pragma once
+
+#include <filesystem>
+#include <string>
+
+#include "store/store.hpp"
+#include "tools/command.hpp"
+
+namespace embermap::tools {
+
+// {"kind": "store", "path", "commit", "writer", "uncommitted", "unclean", "tables": [...]}. Opens read-only, also beside a
+// writer, and reads no rows.
+Json describe_store(const std::filesystem::path& path, std::uint64_t memory);
+
+// {"kind": "table", "name", "rows", ...} with the same facts about the store.
+Json describe_table(const std::filesystem::path& store, const std::string& name, std::uint64_t memory);
+
+// One table of an open store.
+Json table_json(const Table& table);
+Json optimizer_json(const Optimizer& optimizer);
+
+// For people: aligned lines.
+std::string store_text(const Json& description);
+std::string table_text(const Json& description);
+
+// The facts of a table in one line: "1,000,000 x 128 float32, adagrad".
+std::string table_line(const Json& table);
+
+}  // namespace embermap::tools

@@ -1,0 +1,103 @@
+// The `embermap` command: parses the command line, runs the chosen command, turns whatever happens into one line and an exit
+// code.
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <cerrno>
+#include <csignal>
+#include <exception>
+#include <filesystem>
+#include <new>
+#include <string>
+
+#include "base/error.hpp"
+#include "tools/arguments.hpp"
+#include "tools/command.hpp"
+#include "tools/console.hpp"
+
+namespace embermap::tools {
+
+void finish_command(CLI::App& command, Common& common, Action& chosen, const std::string& examples, Action action) {
+  command.add_option("--memory", common.memory_text, "Most memory for buffers and hot pages (default 256MiB)")->type_name("SIZE");
+  command.add_flag("--json", common.json, "Print one JSON object on standard output");
+  command.add_flag("--quiet,-q", common.quiet, "No progress and no result line; warnings and errors stay");
+  command.footer("Examples:\n" + examples);
+  command.callback([&chosen, action = std::move(action)] { chosen = action; });
+}
+
+namespace {
+
+constexpr const char* kOverview =
+    R"(Tables of embeddings in memory-mapped files: made, inspected, and turned from and into files of other programs.
+
+Paths: a table is STORE/TABLE (a directory and a name); rows of other programs are x.npy, x.npy:field, x.h5:/path/to/dataset.)";
+
+std::string help_hint(const CLI::App& app) {
+  const auto chosen = app.get_subcommands();
+  return chosen.empty() ? "embermap --help" : fmt::format("embermap {} --help", chosen.front()->get_name());
+}
+
+int run(int argc, char** argv) {
+  CLI::App app(kOverview, "embermap");
+  app.set_version_flag("--version", "embermap " EMBERMAP_VERSION);
+  app.set_help_flag("-h,--help", "Print this help and exit");
+  app.require_subcommand(1);
+  app.footer(
+      "Exit codes: 0 done, 1 failed, 2 wrong usage, 128 + signal when stopped.\n'embermap COMMAND --help' shows a command's "
+      "options.");
+  Common common;
+  Action action;
+  add_create(app, common, action);
+  add_info(app, common, action);
+  add_import(app, common, action);
+  add_export(app, common, action);
+  add_convert(app, common, action);
+  add_verify(app, common, action);
+  add_materialize(app, common, action);
+  add_recover(app, common, action);
+  add_resize(app, common, action);
+  add_remove(app, common, action);
+
+  try {
+    try {
+      app.parse(argc, argv);
+      common.memory = parse_size_option("--memory", common.memory_text);
+      // Not found out after an hour of work.
+      if (!can_print() && (common.json || !common.quiet)) throw IoError(EBADF, "write", "standard output");
+      return action(common);
+    } catch (const CLI::CallForHelp&) {
+      const auto chosen = app.get_subcommands();
+      print(chosen.empty() ? app.help() : chosen.front()->help("embermap"));
+      return kDone;
+    } catch (const CLI::CallForVersion& version) {
+      print(fmt::format("{}\n", version.what()));
+      return kDone;
+    } catch (const CLI::Error& error) {
+      throw UsageError(error.what());
+    }
+  } catch (const UsageError& error) {
+    report_error(fmt::format("{} (see '{}')", error.what(), help_hint(app)));
+    return kWrongUsage;
+  } catch (const Interrupted& interrupted) {
+    report_error(fmt::format("stopped by {}", interrupted.signal == SIGINT    ? "SIGINT"
+                                              : interrupted.signal == SIGTERM ? "SIGTERM"
+                                                                              : "SIGHUP"));
+    return 128 + interrupted.signal;
+  } catch (const std::bad_alloc&) {
+    report_error(fmt::format("out of memory (--memory {})", common.memory_text));
+  } catch (const std::filesystem::filesystem_error& error) {
+    report_error(fmt::format("{}: {}", printable(error.path1()), error.code().message()));
+  } catch (const std::exception& error) {
+    report_error(error.what());
+  }
+  return kFailed;
+}
+
+}  // namespace
+}  // namespace embermap::tools
+
+int main(int argc, char** argv) {
+  embermap::tools::claim_standard_descriptors();
+  embermap::tools::catch_signals();
+  return embermap::tools::run(argc, argv);
+}

@@ -1,0 +1,195 @@
+#include "tools/paths.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <optional>
+#include <system_error>
+#include <vector>
+
+#include "base/error.hpp"
+#include "store/store.hpp"
+#include "tools/command.hpp"
+#include "tools/console.hpp"
+#include "tools/describe_file.hpp"
+
+namespace embermap::tools {
+namespace {
+
+// The status of what `path` leads to; nothing if nothing is there. Throws IoError for every other reason.
+std::optional<struct stat> status_of(const std::filesystem::path& path) {
+  struct stat status {};
+  if (stat(path.c_str(), &status) == 0) return status;
+  if (errno == ENOENT || errno == ENOTDIR) return std::nullopt;
+  throw IoError(errno, "stat", path);
+}
+
+std::string kind_of(mode_t mode) {
+  if (S_ISFIFO(mode)) return "a FIFO";
+  if (S_ISSOCK(mode)) return "a socket";
+  if (S_ISCHR(mode) || S_ISBLK(mode)) return "a device";
+  return "not a regular file";
+}
+
+bool is_there(const std::filesystem::path& path) {
+  std::error_code ignored;
+  return std::filesystem::exists(path, ignored);
+}
+
+// The store directory `file` belongs to, links followed; empty if it is no file of a store.
+std::filesystem::path store_of(const std::filesystem::path& file) {
+  std::error_code error;
+  const std::filesystem::path real = std::filesystem::canonical(file, error);
+  if (error) return {};
+  const std::filesystem::path store = real.parent_path();
+  if (!is_store(store)) return {};
+  const std::string name = real.filename().native();
+  const bool table = real.extension() == ".npy" && is_there(std::filesystem::path(real).replace_extension(".pages"));
+  return table || name == "embermap.json" || name == "LOCK" || real.extension() == ".pages" ? store : std::filesystem::path{};
+}
+
+}  // namespace
+
+std::string TablePath::text() const { return table.empty() ? store.native() : (store / table).native(); }
+
+TablePath parse_table_path(const std::string& text, bool with_field) {
+  const auto fail = [&](std::string_view why) {
+    return UsageError(fmt::format("'{}' {}; write STORE/TABLE, for example tables/items", printable(text), why));
+  };
+  std::string path = text;
+  while (!path.empty() && path.back() == '/') path.pop_back();
+  const std::size_t slash = path.rfind('/');
+  if (slash == std::string::npos) throw fail("names no table");
+  TablePath result;
+  result.table = path.substr(slash + 1);
+  result.store = slash == 0 ? std::string("/") : path.substr(0, slash);
+  if (with_field) {
+    if (const std::size_t colon = result.table.find(':'); colon != std::string::npos) {
+      result.field = result.table.substr(colon + 1);
+      result.table.resize(colon);
+      if (result.field.empty()) throw fail("ends with ':' but names no field");
+    }
+  }
+  if (result.table.empty() || result.table == "." || result.table == "..") throw fail("names no table");
+  return result;
+}
+
+bool store_at(const std::filesystem::path& path) {
+  if (!status_of(path / "embermap.json")) return false;
+  return is_store(path);
+}
+
+TablePath find_store_or_table(const std::string& text) {
+  if (text.empty()) throw UsageError("an empty path names no store");
+  if (store_at(text)) return TablePath{.store = text, .table = ""};
+  std::string trimmed = text;
+  while (trimmed.size() > 1 && trimmed.back() == '/') trimmed.pop_back();
+  if (trimmed.find('/', 1) != std::string::npos || trimmed.front() == '/') {
+    const TablePath table = parse_table_path(trimmed);
+    if (store_at(table.store)) return table;
+  }
+  if (const auto status = status_of(text)) {
+    if (S_ISDIR(status->st_mode)) throw FormatError(text, "is not a store: there is no embermap.json in it");
+    throw FormatError(text, "is neither a store nor a table of one");
+  }
+  throw NotFound(fmt::format("{}: there is neither a store nor a table of one", printable(text)));
+}
+
+Location parse_location_option(std::string_view option, const std::string& text) {
+  try {
+    return parse_location(text);
+  } catch (const InvalidArgument& error) {
+    throw UsageError(fmt::format("{}: {}", option, error.what()));
+  }
+}
+
+void require_regular_file(const std::filesystem::path& file) {
+  struct stat status {};
+  if (stat(file.c_str(), &status) != 0) throw IoError(errno, "open", file);
+  if (S_ISDIR(status.st_mode)) throw IoError(EISDIR, "open", file);
+  if (!S_ISREG(status.st_mode)) throw FormatError(file, fmt::format("is {}, not a regular file", kind_of(status.st_mode)));
+}
+
+bool same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
+  struct stat first {
+  }, second{};
+  return stat(a.c_str(), &first) == 0 && stat(b.c_str(), &second) == 0 && first.st_dev == second.st_dev &&
+         first.st_ino == second.st_ino;
+}
+
+void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite) {
+  const std::filesystem::path& file = destination.file;
+  const auto status = status_of(file);
+  if (!status) return;  // free, or a dangling link, which the writer refuses
+  if (S_ISDIR(status->st_mode)) throw IoError(EISDIR, "create", file);
+  if (!S_ISREG(status->st_mode))
+    throw InvalidArgument(fmt::format("{} is {}; it is not replaced by a file", printable(file), kind_of(status->st_mode)));
+  if (const auto store = store_of(file); !store.empty())
+    throw InvalidArgument(fmt::format("{} is a file of the store {}; it is not replaced", printable(file), printable(store)));
+  const bool hdf5 = destination.format == Location::Format::kHdf5;
+  if (hdf5 && !destination.selector.empty()) return;  // adds to the file, or replaces the one dataset: the writer looks
+  if (!overwrite) {
+    if (!source.empty() && same_file(file, source))
+      throw AlreadyExists(
+          fmt::format("{} is the source itself; with --overwrite it is replaced when the new file is complete", printable(file)));
+    throw AlreadyExists(fmt::format("{} already exists; --overwrite replaces it", printable(file)));
+  }
+  if (!hdf5) return;
+  std::vector<std::string> lost;
+  try {
+    lost = hdf5_dataset_names(file);
+  } catch (const FormatError&) {  // broken: nobody could read its datasets
+  }
+  if (lost.size() <= 1) return;
+  const std::size_t shown = std::min<std::size_t>(5, lost.size());
+  throw InvalidArgument(
+      fmt::format("{} holds {} datasets ({}{}), which would be lost with the file; name the one to replace, as in {}:{}",
+                  printable(file), lost.size(), fmt::join(lost.begin(), lost.begin() + static_cast<std::ptrdiff_t>(shown), ", "),
+                  lost.size() > shown ? ", ..." : "", printable(file), printable(lost.front())));
+}
+
+void check_free_space(const std::filesystem::path& directory, const std::filesystem::path& file, std::uint64_t bytes) {
+  struct statvfs status {};
+  if (statvfs(directory.c_str(), &status) != 0) throw IoError(errno, "statvfs", directory);
+  const std::uint64_t free = std::uint64_t{status.f_bavail} * status.f_frsize;
+  if (bytes > free && status.f_blocks != 0)  // 0 blocks: a file system that does not count
+    throw IoError(ENOSPC, fmt::format("reserve {} ({} are free) for", format_size(bytes), format_size(free)), file);
+}
+
+void check_source_is_whole(const Location& source, std::uint64_t memory) {
+  if (source.format != Location::Format::kNpy) return;
+  const std::filesystem::path path = store_of(source.file);
+  if (path.empty()) return;
+  const std::string name = std::filesystem::canonical(source.file).stem().native();
+  std::uint64_t missing = 0, pages = 0;
+  bool holes_are_right = true;
+  try {
+    Store store = Store::open(path, StoreOptions{.mode = StoreOptions::Mode::kRead, .memory = memory, .threads = 1});
+    if (!store.contains(name)) return;
+    const Table table = store.table(name);
+    pages = table.geometry().pages();
+    missing = pages - table.written_pages();
+    const std::string field = source.selector.empty() ? "weight" : source.selector;
+    const auto& fields = table.schema().fields();
+    const auto found = std::find_if(fields.begin(), fields.end(), [&](const Field& f) { return f.name == field; });
+    if (found == fields.end()) return;  // refused when it is opened
+    holes_are_right = field == "weight" ? std::holds_alternative<Zeros>(table.initializer()) : found->initial == 0;
+  } catch (const Error& error) {
+    // The file may be all that is left of a broken store: it can be read, but nobody can say how good it is.
+    warn(fmt::format("{} is taken as it is, its store cannot be asked for rows that are not in the file: {}",
+                     printable(source.file), error.what()));
+    return;
+  }
+  if (missing == 0 || holes_are_right) return;
+  throw FormatError(
+      source.file,
+      fmt::format("is the table '{}' of a store and {} of its {} pages were never written: their initial rows are not in "
+                  "the file; use 'embermap export' on the table, or 'embermap materialize' first",
+                  printable(name), missing, pages));
+}
+
+}  // namespace embermap::tools

@@ -1,0 +1,61 @@
+// What import, export and convert share: opening a source, converting, reporting.
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "io/rows.hpp"
+#include "tools/command.hpp"
+
+namespace embermap::tools {
+
+// Opens rows to be copied as `to` (nothing: as they are). Bytes that may be several dtypes (V2, opaque) are `as` if that is
+// given; a `to` of bfloat16 names them too.
+std::unique_ptr<RowReader> open_source(const Location& location, std::optional<DType> to, std::optional<DType> as,
+                                       bool allow_external);
+
+// `source` with its values converted to `to` as they are read. For stores, which import what a reader gives.
+class ConvertingReader final : public RowReader {
+ public:
+  // Keeps a reference to `source`. Uses at most `memory` bytes (at least one row).
+  ConvertingReader(RowReader& source, DType to, std::uint64_t memory);
+  std::string description() const override { return source_.description(); }
+  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override;
+  std::uint64_t block_rows() const override { return source_.block_rows(); }
+  const ConversionReport& report() const noexcept { return report_; }
+
+ private:
+  RowReader& source_;
+  std::uint64_t piece_rows_;
+  std::vector<std::byte> buffer_;
+  ConversionReport report_;
+};
+
+// --gzip and --overwrite.
+class DestinationArguments {
+ public:
+  void add_to(CLI::App& command);
+  WriteOptions options(const Location& destination) const;  // throws UsageError
+
+ private:
+  std::string gzip_;
+  bool overwrite_ = false;
+};
+
+// What was done, for --json and for people.
+struct TransferResult {
+  std::string source, destination;
+  std::uint64_t rows = 0, dim = 0;
+  DType from = DType::kFloat32, to = DType::kFloat32;
+  ConversionReport report;
+  double seconds = 0;
+};
+
+// Warns about values that became infinite or zero, and prints the result as the options say. `extra` is added to the JSON object.
+void print_transfer(const Common& common, const TransferResult& result, const Json& extra = Json::object());
+
+}  // namespace embermap::tools
