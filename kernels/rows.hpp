@@ -1,6 +1,6 @@
 // Moving and changing rows in host memory. Every function takes one address per row (records lie scattered over frames), splits
-// the rows over the pool's threads, prefetches ahead, and returns when done. Rows may have any byte length and alignment, and so may `in`, `out` and
-// `grads`. Numbers of rows and positions that disagree are InvalidArgument; nothing has then been written.
+// the rows over the pool's threads, prefetches ahead, and returns when done. Rows may have any byte length and alignment, and so
+// may `in`, `out` and `grads`. Numbers of rows and positions that disagree are InvalidArgument; nothing has then been written.
 #pragma once
 
 #include <cstddef>
@@ -27,14 +27,16 @@ void scatter_rows(std::span<std::byte* const> rows, std::span<const std::uint32_
                   const std::byte* in, ThreadPool& pool);
 
 // rows[u] += sum of in[p] over the group's positions p, in ascending order, for groups [first, first + rows.size()) of `batch`.
-// Sums are made in float (float16, bfloat16, float32), double (float64), or modulo 2^n (integers), and rounded to the row's dtype
-// once. `in` holds dim elements of `dtype` per position. The same batch gives the same bits on every number of threads.
+// Sums are made in float (float16, bfloat16, float32), double (float64), or modulo 2^n (integers), begin with the first addend,
+// and are rounded to the row's dtype once, after the row has been added. `in` holds dim elements of `dtype` per position. The
+// same batch gives the same bits on every number of threads.
 void add_rows(std::span<std::byte* const> rows, const Batch& batch, std::uint64_t first, std::uint64_t dim, DType dtype,
               const std::byte* in, ThreadPool& pool);
 
 // One optimizer step on records[u] with the sum of the gradients of its group, for groups [first, first + records.size()) of
 // `batch`. `grads` holds dim elements of `grad_dtype` (the weight's dtype, or float32 for half-precision rows) per position; sums
-// in ascending order of position, in float or double. Precondition: records are distinct and aligned to their largest item.
+// in ascending order of position, in float or double. Throws DTypeError naming both dtypes for any other pair. Precondition:
+// records are distinct.
 void step_rows(std::span<std::byte* const> records, const Batch& batch, std::uint64_t first, const RecordLayout& layout,
                const StepScalars& scalars, const std::byte* grads, DType grad_dtype, ThreadPool& pool);
 

@@ -54,7 +54,9 @@ class Store {
   // Writes go to that file unless `writable` is false or the file is not writable.
   Table adopt(std::string_view name, const std::filesystem::path& file, bool writable = true, std::optional<DType> dtype = {});
 
-  Table table(std::string_view name);  // throws NotFound listing the tables
+  // Throws NotFound listing the tables, or what went wrong when the table's files were opened (a broken table leaves the others
+  // usable, and can be removed).
+  Table table(std::string_view name);
   bool contains(std::string_view name) const;
   std::vector<std::string> tables() const;  // sorted
   void remove(std::string_view name);       // deletes its files (an adopted file stays); durable

@@ -144,8 +144,17 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     std::shared_ptr<Impl> impl(new Impl(core, std::move(lock), std::move(manifest)));
     core->owner = impl;
     const std::lock_guard guard(impl->mutex_);
-    const auto shares = plan(core->memory, impl->manifest_.tables);
-    for (const auto& [name, entry] : impl->manifest_.tables) impl->tables_.emplace(name, impl->open_table(name, entry));
+    // A table whose files are gone or damaged does not take the others with it: whoever asks for it gets the error.
+    auto entries = impl->manifest_.tables;
+    for (const auto& [name, entry] : impl->manifest_.tables) {
+      try {
+        impl->tables_.emplace(name, impl->open_table(name, entry));
+      } catch (const Error&) {
+        impl->broken_.emplace(name, std::current_exception());
+        entries.erase(name);
+      }
+    }
+    const auto shares = plan(core->memory, entries);
     impl->apply(shares);
     if (unclean && core->writable) {
       for (const auto& [name, table] : impl->tables_) table->reseal();
@@ -391,6 +400,7 @@ Table Store::Impl::table(std::string_view name) {
   const std::lock_guard guard(mutex_);
   core_->check_usable();
   if (const auto found = tables_.find(name); found != tables_.end()) return Table(found->second);
+  if (const auto found = broken_.find(name); found != broken_.end()) std::rethrow_exception(found->second);
   std::string known;
   for (const auto& [other, unused] : tables_) known += (known.empty() ? "" : ", ") + printable(other);
   throw NotFound(fmt::format("store {} has no table '{}'; it has {}", printable(core_->path), printable(name),
@@ -400,32 +410,39 @@ Table Store::Impl::table(std::string_view name) {
 bool Store::Impl::contains(std::string_view name) const {
   const std::lock_guard guard(mutex_);
   core_->check_usable();
-  return tables_.contains(name);
+  return manifest_.tables.contains(name);
 }
 
 std::vector<std::string> Store::Impl::names() const {
   const std::lock_guard guard(mutex_);
   core_->check_usable();
   std::vector<std::string> names;
-  for (const auto& [name, unused] : tables_) names.push_back(name);
+  for (const auto& [name, unused] : manifest_.tables) names.push_back(name);
   return names;
 }
 
 void Store::Impl::remove(std::string_view name) {
   const std::lock_guard guard(mutex_);
   check_writable();
-  const auto found = tables_.find(name);
-  if (found == tables_.end()) throw NotFound(fmt::format("store {} has no table '{}'", printable(core_->path), printable(name)));
-  const TableEntry entry = found->second->entry();
+  const auto listed = manifest_.tables.find(name);
+  if (listed == manifest_.tables.end())
+    throw NotFound(fmt::format("store {} has no table '{}'", printable(core_->path), printable(name)));
+  const bool adopted = listed->second.adopted.has_value();
   // Out of the manifest first: a crash in between leaves files that belong to nobody, not a table without files.
   Manifest manifest = manifest_;
-  manifest.tables.erase(found->first);
+  manifest.tables.erase(listed->first);
   manifest.save(core_->path, core_->ops);
   manifest_ = std::move(manifest);
-  found->second->close();
-  tables_.erase(found);
-  if (!entry.adopted && core_->ops.unlink(data_path(name).c_str()) != 0) throw IoError(errno, "unlink", data_path(name));
-  if (core_->ops.unlink(pages_path(name).c_str()) != 0) throw IoError(errno, "unlink", pages_path(name));
+  if (const auto found = tables_.find(name); found != tables_.end()) {
+    found->second->close();
+    tables_.erase(found);
+  }
+  if (const auto found = broken_.find(name); found != broken_.end()) broken_.erase(found);
+  const auto unlink = [&](const std::filesystem::path& file) {
+    if (core_->ops.unlink(file.c_str()) != 0 && errno != ENOENT) throw IoError(errno, "unlink", file);
+  };
+  if (!adopted) unlink(data_path(name));
+  unlink(pages_path(name));
   sync_directory(core_->path, core_->ops);
   apply(plan(core_->memory, manifest_.tables));
 }

@@ -73,6 +73,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   WriterLock lock_;
   Manifest manifest_;
   Tables tables_;
+  std::map<std::string, std::exception_ptr, std::less<>> broken_;  // listed, but could not be opened; why
 };
 
 }  // namespace embermap

@@ -195,7 +195,13 @@ Json table_json(const Table& table) {
 Json describe_store(const std::filesystem::path& path, std::uint64_t memory) {
   Opened opened = open_to_look(path, memory);
   Json tables = Json::array();
-  for (const std::string& name : opened.store.tables()) tables.push_back(table_json(opened.store.table(name)));
+  for (const std::string& name : opened.store.tables()) {
+    try {
+      tables.push_back(table_json(opened.store.table(name)));
+    } catch (const Error& broken) {  // the others are described all the same
+      tables.push_back({{"kind", "table"}, {"name", json_text(name)}, {"error", broken.what()}});
+    }
+  }
   Json json{{"kind", "store"}, {"path", json_text(path.native())}};
   json.update(store_facts(path, opened));
   json["tables"] = std::move(tables);
@@ -225,7 +231,10 @@ std::string store_text(const Json& d) {
   for (const Json& table : d["tables"]) {
     Facts of_table;
     of_table.add("table", printable(table["name"].get<std::string>()));
-    add_table_facts(of_table, table);
+    if (table.contains("error"))
+      of_table.add("broken", table["error"].get<std::string>());
+    else
+      add_table_facts(of_table, table);
     text += "\n" + of_table.text();
   }
   return text;

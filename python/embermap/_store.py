@@ -159,7 +159,11 @@ class Store:
         if resolved.parent == self.path.resolve():
             raise ValueError(f"{str(file)!r} is in the store's own directory; choose another place")
         for name in core.tables():
-            if resolved == core.table(name).file.resolve():
+            try:
+                used = core.table(name).file.resolve()
+            except (ValueError, OSError):
+                continue  # a broken table; its own file is in the store's directory
+            if resolved == used:
                 raise ValueError(f"{str(file)!r} is the file of table {name!r}")
 
     # --- tables -----------------------------------------------------------------------------------

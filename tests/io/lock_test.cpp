@@ -83,6 +83,20 @@ TEST_F(WriterLockTest, ReleaseLetsTheNextIn) {
   EXPECT_TRUE(can_acquire());
 }
 
+TEST_F(WriterLockTest, ReleaseDoesNotWaitForACopyOfTheDescriptor) {
+  WriterLock lock = acquire();
+  int copy = -1;  // as a program between vfork and exec has one
+  for (int fd = 3; fd < 200 && copy < 0; ++fd) {
+    std::error_code none;
+    if (std::filesystem::read_symlink("/proc/self/fd/" + std::to_string(fd), none) == std::filesystem::canonical(at("LOCK")))
+      copy = ::dup(fd);
+  }
+  ASSERT_GE(copy, 0);
+  lock.release();
+  EXPECT_TRUE(can_acquire());
+  ::close(copy);
+}
+
 TEST_F(WriterLockTest, KilledHolderLetsTheNextInAtOnceEvenIfItsChildrenLive) {
   std::array<int, 2> ready{};
   ASSERT_EQ(::pipe(ready.data()), 0);
