@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__CUDACC__)
 #define EMBERMAP_HOST_DEVICE __host__ __device__
@@ -78,6 +79,9 @@ struct Float16 {
     return detail::bits_float(sign | out);
   }
 };
+
+template <class T>
+inline constexpr bool kIsHalf = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
 
 static_assert(sizeof(BFloat16) == 2 && sizeof(Float16) == 2);
 

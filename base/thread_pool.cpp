@@ -9,6 +9,7 @@
 #include <exception>
 #include <new>
 #include <system_error>
+#include <utility>
 
 #include "base/error.hpp"
 
@@ -131,7 +132,8 @@ void ThreadPool::parallel_for(std::uint64_t count, std::uint64_t grain,
   }
   std::unique_lock lock(loop->mutex);
   loop->idle.wait(lock, [&] { return loop->running.load() == 0; });
-  if (loop->error) std::rethrow_exception(loop->error);
+  // Taken out, so that the exception dies here and not with the last worker that still knows the loop.
+  if (const std::exception_ptr error = std::exchange(loop->error, nullptr)) std::rethrow_exception(error);
 }
 
 }  // namespace embermap

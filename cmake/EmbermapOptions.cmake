@@ -97,5 +97,4 @@ if(EMBERMAP_SANITIZE)
   set(EMBERMAP_SANITIZE_OPTIONS -fsanitize=${_sanitizers} -fno-omit-frame-pointer)
   add_compile_options("$<$<COMPILE_LANGUAGE:CXX>:${EMBERMAP_SANITIZE_OPTIONS}>")
   add_link_options(${EMBERMAP_SANITIZE_OPTIONS})
-  add_compile_definitions(EMBERMAP_SANITIZED)  # function clones resolve before the sanitizer runtime is up
 endif()

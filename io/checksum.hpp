@@ -1,4 +1,4 @@
-// XXH3, the checksum of pages and log records.
+// XXH3, the checksum of pages and of page files' headers.
 #pragma once
 
 #include <cstddef>

@@ -17,9 +17,6 @@ namespace embermap {
 namespace {
 
 template <class T>
-constexpr bool kIsHalf = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
-
-template <class T>
 constexpr bool kIsFloating = kIsHalf<T> || std::is_floating_point_v<T>;
 
 // float of `value` rounded to odd: if inexact, the neighbour whose last bit is 1. Rounding that once more to a format with at
@@ -196,6 +193,16 @@ void convert_elements(DType from, const std::byte* in, DType to, std::byte* out,
   const std::uint64_t done = try_convert_elements(from, in, to, out, count, report);
   if (done < count)
     throw DTypeError(fmt::format("{} (element {})", conversion_failure(from, in + done * item_size(from), to), done));
+}
+
+void convert_rows(const RowReader& reader, std::uint64_t first, std::uint64_t count, const std::byte* in, DType to, std::byte* out,
+                  ConversionReport& report) {
+  const DType from = reader.dtype();
+  const std::uint64_t dim = reader.dim();
+  const std::uint64_t good = try_convert_elements(from, in, to, out, count * dim, report);
+  if (good < count * dim)
+    throw DTypeError(fmt::format("{}: {} (row {}, column {})", reader.description(),
+                                 conversion_failure(from, in + good * item_size(from), to), first + good / dim, good % dim));
 }
 
 }  // namespace embermap

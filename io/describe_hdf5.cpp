@@ -1,12 +1,11 @@
 #include "io/describe_hdf5.hpp"
 
 #include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <exception>
 #include <span>
-#include <string_view>
 #include <utility>
 
 #include "base/error.hpp"
@@ -22,40 +21,6 @@ using hdf5::ObjectId;
 using hdf5::PropertyId;
 using hdf5::SpaceId;
 using hdf5::TypeId;
-
-Hdf5Filter describe_filter(hid_t properties, unsigned index) {
-  unsigned flags = 0, config = 0;
-  std::size_t values = 0;
-  std::array<char, 256> name{};
-  const H5Z_filter_t id = H5Pget_filter2(properties, index, &flags, &values, nullptr, name.size() - 1, name.data(), &config);
-  Hdf5Filter filter;
-  filter.id = id;
-  filter.optional = (flags & H5Z_FLAG_OPTIONAL) != 0;
-  filter.available = H5Zfilter_avail(id) > 0;
-  filter.lossy = id == H5Z_FILTER_SCALEOFFSET;
-  struct Known {
-    int id;
-    const char* name;
-  };
-  static constexpr std::array<Known, 14> kKnown{{{1, "gzip"},
-                                                 {2, "shuffle"},
-                                                 {3, "fletcher32"},
-                                                 {4, "szip"},
-                                                 {5, "nbit"},
-                                                 {6, "scaleoffset"},
-                                                 {307, "bzip2"},
-                                                 {32000, "lzf"},
-                                                 {32001, "blosc"},
-                                                 {32004, "lz4"},
-                                                 {32008, "bitshuffle"},
-                                                 {32013, "zfp"},
-                                                 {32015, "zstd"},
-                                                 {32026, "blosc2"}}};
-  for (const Known& known : kKnown)
-    if (known.id == id) filter.name = known.name;
-  if (filter.name.empty()) filter.name = name[0] != '\0' ? name.data() : fmt::format("filter {}", id);
-  return filter;
-}
 
 void describe_layout(hid_t properties, Hdf5Dataset& out) {
   switch (H5Pget_layout(properties)) {
@@ -94,8 +59,7 @@ void describe_layout(hid_t properties, Hdf5Dataset& out) {
     if (H5Pget_external(properties, static_cast<unsigned>(i), name.size() - 1, name.data(), &offset, &bytes) >= 0)
       out.other_files.emplace_back(name.data());
   }
-  const int filters = H5Pget_nfilters(properties);
-  for (int i = 0; i < filters; ++i) out.filters.push_back(describe_filter(properties, static_cast<unsigned>(i)));
+  out.filters = hdf5::filters_of(properties);
 }
 
 Hdf5Dataset describe_dataset(const std::filesystem::path& file, hid_t file_id, const std::string& path) {
@@ -163,16 +127,7 @@ herr_t visit_link(hid_t group, const char* name, const H5L_info_t* info, void* d
 
 }  // namespace
 
-bool is_hdf5(const std::filesystem::path& path) {
-  constexpr std::string_view kSignature{"\x89HDF\r\n\x1a\n", 8};
-  const File file = File::open(path, File::Mode::kRead);
-  const std::uint64_t size = file.size();
-  for (std::uint64_t at = 0; at < size && at < std::uint64_t{1} << 62; at = at == 0 ? 512 : at * 2) {
-    std::array<std::byte, kSignature.size()> bytes{};
-    if (file.read_some(at, bytes) == bytes.size() && std::memcmp(bytes.data(), kSignature.data(), bytes.size()) == 0) return true;
-  }
-  return false;
-}
+bool is_hdf5(const std::filesystem::path& file) { return hdf5::has_signature(File::open(file, File::Mode::kRead)); }
 
 Hdf5Contents describe_hdf5(const std::filesystem::path& file) {
   const FileId opened = hdf5::open_for_reading(file);

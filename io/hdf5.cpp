@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <charconv>
@@ -9,7 +10,6 @@
 #include <memory>
 
 #include "base/error.hpp"
-#include "io/file.hpp"
 
 namespace embermap::hdf5 {
 namespace {
@@ -45,16 +45,10 @@ void set_locking(const PropertyId& access, bool lock) {
 #endif
 }
 
-// The signature stands at byte 0, or at 512, 1024, 2048, ... behind a user block.
 void check_signature(const std::filesystem::path& path) {
   const File file = File::open(path, File::Mode::kRead);
-  const std::uint64_t size = file.size();
-  if (size == 0) throw FormatError(path, "the file is empty, no HDF5 file");
-  constexpr std::string_view kSignature{"\x89HDF\r\n\x1a\n", 8};
-  for (std::uint64_t at = 0; at < size && at < std::uint64_t{1} << 62; at = at == 0 ? 512 : at * 2) {
-    std::array<std::byte, 8> found{};
-    if (file.read_some(at, found) == found.size() && std::memcmp(found.data(), kSignature.data(), found.size()) == 0) return;
-  }
+  if (file.size() == 0) throw FormatError(path, "the file is empty, no HDF5 file");
+  if (has_signature(file)) return;
   std::array<std::byte, 512> head;
   const auto known = std::span(head).first(file.read_some(0, head));
   const std::string what = looks_like(known);
@@ -82,6 +76,31 @@ std::optional<DType> float_of(hid_t type) {
   if (bytes == 4 && exponent_bits == 8) return DType::kFloat32;
   if (bytes == 8 && exponent_bits == 11) return DType::kFloat64;
   return std::nullopt;
+}
+
+std::string filter_name(H5Z_filter_t filter, std::string_view stored) {
+  struct Known {
+    H5Z_filter_t filter;
+    std::string_view name;
+  };
+  constexpr std::array kKnown{Known{H5Z_FILTER_DEFLATE, "gzip"},
+                              Known{H5Z_FILTER_SHUFFLE, "shuffle"},
+                              Known{H5Z_FILTER_FLETCHER32, "fletcher32"},
+                              Known{H5Z_FILTER_SZIP, "szip"},
+                              Known{H5Z_FILTER_NBIT, "nbit"},
+                              Known{H5Z_FILTER_SCALEOFFSET, "scaleoffset"},
+                              Known{307, "bzip2"},
+                              Known{32000, "lzf"},
+                              Known{32001, "blosc"},
+                              Known{32004, "lz4"},
+                              Known{32008, "bitshuffle"},
+                              Known{32013, "zfp"},
+                              Known{32015, "zstd"},
+                              Known{32017, "sz"},
+                              Known{32026, "blosc2"}};
+  for (const Known& known : kKnown)
+    if (known.filter == filter) return std::string(known.name);
+  return stored.empty() ? "unknown" : printable(stored.substr(0, stored.find(';')));
 }
 
 // h5py and others store truth values as an enumeration of 0 and 1.
@@ -133,6 +152,16 @@ void throw_last(const std::filesystem::path& file, std::string_view what) {
   const LastError error = last_error();
   if (error.error_number != 0) throw IoError(error.error_number, fmt::format("{} in", what), file);
   throw FormatError(file, fmt::format("{}: {}", what, error.text));
+}
+
+bool has_signature(const File& file) {
+  constexpr std::string_view kSignature{"\x89HDF\r\n\x1a\n", 8};
+  const std::uint64_t size = file.size();
+  for (std::uint64_t at = 0; at < size && at < std::uint64_t{1} << 62; at = at == 0 ? 512 : at * 2) {
+    std::array<std::byte, kSignature.size()> found{};
+    if (file.read_some(at, found) == found.size() && std::memcmp(found.data(), kSignature.data(), found.size()) == 0) return true;
+  }
+  return false;
 }
 
 FileId open_for_reading(const std::filesystem::path& file) {
@@ -319,6 +348,7 @@ ElementType describe_type(hid_t type) {
 }
 
 TypeId file_type(DType dtype) {
+  const Session quiet;  // the names of the library's types call into it as well
   const auto half = [](std::size_t exponent_bits, std::size_t mantissa_bits) {
     TypeId out{H5Tcopy(H5T_IEEE_F32LE)};
     H5Tset_fields(out.id(), 15, mantissa_bits, exponent_bits, 0, mantissa_bits);
@@ -337,6 +367,27 @@ TypeId file_type(DType dtype) {
     case DType::kFloat32: break;
   }
   return TypeId{H5Tcopy(H5T_IEEE_F32LE)};
+}
+
+std::vector<Hdf5Filter> filters_of(hid_t creation) {
+  std::vector<Hdf5Filter> out;
+  const int count = std::max(0, H5Pget_nfilters(creation));
+  for (int i = 0; i < count; ++i) {
+    Hdf5Filter filter;
+    unsigned flags = 0, config = 0;
+    std::size_t values = 0;
+    std::array<char, 256> name{};
+    filter.id =
+        H5Pget_filter2(creation, static_cast<unsigned>(i), &flags, &values, nullptr, name.size() - 1, name.data(), &config);
+    filter.name = filter_name(filter.id, name.data());
+    filter.optional = (flags & H5Z_FLAG_OPTIONAL) != 0;
+    filter.available = H5Zfilter_avail(filter.id) > 0;
+    if (filter.available && filter.id == H5Z_FILTER_SZIP)  // a library may be able to do neither, or only to read
+      filter.available = H5Zget_filter_info(filter.id, &config) >= 0 && (config & H5Z_FILTER_CONFIG_DECODE_ENABLED) != 0;
+    filter.lossy = filter.id == H5Z_FILTER_SCALEOFFSET;
+    out.push_back(std::move(filter));
+  }
+  return out;
 }
 
 }  // namespace embermap::hdf5

@@ -16,12 +16,16 @@
 #include <utility>
 #include <vector>
 
+#include "io/describe_hdf5.hpp"
 #include "io/elements.hpp"
+#include "io/file.hpp"
 
 namespace embermap::hdf5 {
 
 // For the time of one call into the library: its error printing is off (and afterwards as it was), and where the library is not
-// built thread-safe, all of embermap's calls exclude each other.
+// built thread-safe, all of embermap's calls exclude each other. Functions here that take or return identifiers, and last_error(),
+// are called inside a Session of the caller's; Handle::close, open_for_reading, object_at, file_type and register_lzf have their
+// own.
 class Session {
  public:
   Session();
@@ -83,6 +87,9 @@ LastError last_error();
 // (HDF5 1.10.8)".
 [[noreturn]] void throw_last(const std::filesystem::path& file, std::string_view what);
 
+// The signature stands at byte 0, or at 512, 1024, 2048, ... behind a user block. Does not enter the library. Throws IoError.
+bool has_signature(const File& file);
+
 // Opens a file for reading, without links out of it. Where the file system has no locks it is read without one.
 // Throws IoError, LockedError (open for writing in another process), FormatError (no HDF5 file and what it looks like, not closed
 // by its writer, incomplete with the bytes there are and should be).
@@ -111,6 +118,9 @@ ElementType describe_type(hid_t type);
 
 // float16 and bfloat16 too, little-endian.
 TypeId file_type(DType dtype);
+
+// The filters of a dataset's creation properties, in the order in which they are applied when writing.
+std::vector<Hdf5Filter> filters_of(hid_t creation);
 
 // Makes datasets compressed with LZF (filter 32000, h5py's) readable, if the library cannot do so already.
 void register_lzf();

@@ -137,60 +137,6 @@ std::string list_text(std::vector<Found> found, std::string_view wanted) {
   return out;
 }
 
-// ---- filters ----
-
-std::string filter_name(H5Z_filter_t filter, std::string_view stored) {
-  struct Known {
-    H5Z_filter_t filter;
-    std::string_view name;
-  };
-  constexpr std::array kKnown{Known{H5Z_FILTER_DEFLATE, "gzip"},
-                              Known{H5Z_FILTER_SHUFFLE, "shuffle"},
-                              Known{H5Z_FILTER_FLETCHER32, "fletcher32"},
-                              Known{H5Z_FILTER_SZIP, "szip"},
-                              Known{H5Z_FILTER_NBIT, "nbit"},
-                              Known{H5Z_FILTER_SCALEOFFSET, "scale-offset"},
-                              Known{307, "bzip2"},
-                              Known{32000, "lzf"},
-                              Known{32001, "blosc"},
-                              Known{32004, "lz4"},
-                              Known{32008, "bitshuffle"},
-                              Known{32013, "zfp"},
-                              Known{32015, "zstd"},
-                              Known{32017, "sz"},
-                              Known{32026, "blosc2"}};
-  for (const Known& known : kKnown)
-    if (known.filter == filter) return std::string(known.name);
-  return stored.empty() ? "unknown" : printable(stored.substr(0, stored.find(';')));
-}
-
-struct Filter {
-  H5Z_filter_t id = 0;
-  bool optional = false;
-  bool available = true;
-  std::string name;
-};
-
-std::vector<Filter> filters_of(hid_t creation) {
-  std::vector<Filter> out;
-  const int count = std::max(0, H5Pget_nfilters(creation));
-  for (int i = 0; i < count; ++i) {
-    Filter filter;
-    unsigned flags = 0, config = 0;
-    std::size_t values = 0;
-    std::array<char, 256> name{};
-    filter.id =
-        H5Pget_filter2(creation, static_cast<unsigned>(i), &flags, &values, nullptr, name.size() - 1, name.data(), &config);
-    filter.optional = (flags & H5Z_FLAG_OPTIONAL) != 0;
-    filter.name = filter_name(filter.id, name.data());
-    filter.available = H5Zfilter_avail(filter.id) > 0;
-    if (filter.available && filter.id == H5Z_FILTER_SZIP)  // a library may be able to do neither, or only to read
-      filter.available = H5Zget_filter_info(filter.id, &config) >= 0 && (config & H5Z_FILTER_CONFIG_DECODE_ENABLED) != 0;
-    out.push_back(std::move(filter));
-  }
-  return out;
-}
-
 // ---- other files that a dataset may lie in ----
 
 // Resolves a name found in `file`; it must lie in that file's folder or below, links followed.
@@ -305,7 +251,7 @@ std::uint64_t check_virtual(hid_t creation, hid_t open_file, const std::filesyst
       if (H5Pget_external_count(from_creation.id()) > 0)
         throw FormatError(file, fmt::format("{} is virtual over {}:{}, which lies in external files; that is not read here",
                                             printable(dataset), printable(path), printable(source_path)));
-      for (const Filter& filter : filters_of(from_creation.id()))
+      for (const Hdf5Filter& filter : filters_of(from_creation.id()))
         if (!filter.available && !filter.optional)
           throw FormatError(path, fmt::format("{} needs filter {} ({}), which is not available here", printable(source_path),
                                               filter.id, filter.name));
@@ -551,16 +497,16 @@ class Hdf5RowReader final : public RowReader {
       case H5D_VIRTUAL: out = "virtual"; break;
       default: out = "unknown layout"; break;
     }
-    for (const Filter& filter : filters_of(creation)) {
+    for (const Hdf5Filter& filter : filters_of(creation)) {
       out += fmt::format(", {}", filter.name);
-      if (filter.id == H5Z_FILTER_SCALEOFFSET && is_floating(dtype_)) out += " (lossy, and NaN is not kept)";
+      if (filter.lossy && is_floating(dtype_)) out += " (lossy, and NaN is not kept)";
       if (!filter.available) out += fmt::format(" (filter {}, not available here)", filter.id);
     }
     return out;
   }
 
   void check_filters(hid_t dataset, hid_t creation) const {
-    const std::vector<Filter> filters = filters_of(creation);
+    const std::vector<Hdf5Filter> filters = filters_of(creation);
     for (std::size_t i = 0; i < filters.size(); ++i) {
       if (filters[i].available) continue;
       // A filter that may be left out was perhaps left out: the first chunk tells. A later chunk that did use it fails when read.
@@ -572,7 +518,7 @@ class Hdf5RowReader final : public RowReader {
           filters[i].optional && rows_ > 0 && H5Dget_chunk_info_by_coord(dataset, origin.data(), &skipped, &address, &bytes) >= 0;
       if (filters[i].optional && (!known || address == HADDR_UNDEF || (skipped >> i & 1) != 0)) continue;
       std::string all;
-      for (const Filter& filter : filters) all += fmt::format("{}{} {}", all.empty() ? "" : ", ", filter.id, filter.name);
+      for (const Hdf5Filter& filter : filters) all += fmt::format("{}{} {}", all.empty() ? "" : ", ", filter.id, filter.name);
       throw FormatError(location_, fmt::format("{} needs filter {} ({}), which is not available here (its filters: {})",
                                                printable(path_), filters[i].id, filters[i].name, all));
     }

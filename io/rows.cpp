@@ -5,7 +5,12 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
 #include <system_error>
+#include <thread>
+#include <utility>
 
 #include "base/checked.hpp"
 #include "base/error.hpp"
@@ -38,6 +43,82 @@ bool path_exists(const std::filesystem::path& path) {
   std::error_code ignored;
   return std::filesystem::exists(path, ignored);
 }
+
+// Blocks 0, 1, ... of a copy, in turn. With `ahead`, a thread of its own reads the next one while the caller has one; where the
+// system starts no thread, next() reads.
+class BlockReader {
+ public:
+  using Read = std::function<const std::byte*(std::uint64_t index)>;  // index - 2 is not in use any more when it is called
+
+  BlockReader(std::uint64_t count, bool ahead, Read read) : count_{count}, read_{std::move(read)} {
+    if (!ahead) return;
+    try {
+      thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error&) {
+    }
+  }
+  // Waits for the block that is being read.
+  ~BlockReader() {
+    if (!thread_.joinable()) return;
+    {
+      const std::lock_guard lock(mutex_);
+      stop_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+  BlockReader(const BlockReader&) = delete;
+  BlockReader& operator=(const BlockReader&) = delete;
+
+  // The next block; the one before is given back. Throws what reading it threw. At most `count` calls.
+  const std::byte* next() {
+    if (!thread_.joinable()) return read_(given_++);
+    std::unique_lock lock(mutex_);
+    const std::uint64_t index = given_++;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return read_count_ > index || error_ != nullptr; });
+    if (read_count_ <= index) std::rethrow_exception(error_);
+    return blocks_[index % 2];
+  }
+
+ private:
+  void work() noexcept {
+    for (std::uint64_t index = 0; index < count_; ++index) {
+      {
+        std::unique_lock lock(mutex_);
+        // The caller has block given_ - 1, so there is room for block given_.
+        changed_.wait(lock, [&] { return stop_ || index <= given_; });
+        if (stop_) return;
+      }
+      const std::byte* block = nullptr;
+      std::exception_ptr error;
+      try {
+        block = read_(index);
+      } catch (...) {
+        error = std::current_exception();
+      }
+      {
+        const std::lock_guard lock(mutex_);
+        blocks_[index % 2] = block;
+        error_ = error;
+        if (error == nullptr) ++read_count_;
+      }
+      changed_.notify_all();
+      if (error != nullptr) return;
+    }
+  }
+
+  const std::uint64_t count_;
+  const Read read_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::uint64_t given_ = 0;       // blocks the caller asked for
+  std::uint64_t read_count_ = 0;  // blocks read
+  std::array<const std::byte*, 2> blocks_{};
+  std::exception_ptr error_;  // of block read_count_
+  bool stop_ = false;
+  std::thread thread_;
+};
 
 }  // namespace
 
@@ -80,6 +161,21 @@ std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions
   return location.format == Location::Format::kNpy ? open_npy_rows(location, options) : open_hdf5_rows(location, options);
 }
 
+std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<DType> to, const ReadOptions& options) {
+  if (options.dtype || to != DType::kBFloat16) return open_rows(location, options);
+  try {
+    return open_rows(location, options);
+  } catch (const DTypeError&) {
+    std::unique_ptr<RowReader> reader;
+    try {
+      reader = open_rows(location, ReadOptions{.dtype = to, .allow_external = options.allow_external});
+    } catch (const DTypeError&) {  // the first reason is the one to tell
+    }
+    if (reader == nullptr) throw;
+    return reader;
+  }
+}
+
 std::unique_ptr<RowWriter> create_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                        const WriteOptions& options) {
   if (dim == 0) throw InvalidArgument(fmt::format("{}: a table needs at least one column", printable(location.file)));
@@ -111,32 +207,38 @@ ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::
   const DType from = reader.dtype();
   const bool convert = from != to;
   const std::uint64_t in_bytes = checked_mul(dim, item_size(from), "bytes of a row");
-  const std::uint64_t out_bytes = convert ? checked_mul(dim, item_size(to), "bytes of a row") : 0;
-  const std::uint64_t per_row = checked_add(in_bytes, out_bytes, "bytes of a row");
-  if (memory < per_row)
+  const std::uint64_t out_bytes = checked_mul(dim, item_size(to), "bytes of a row");
+  const std::uint64_t in_turn = convert ? checked_add(in_bytes, out_bytes, "bytes of a row") : in_bytes;  // one block
+  const std::uint64_t at_once = checked_add(in_turn, out_bytes, "bytes of a row");                         // two
+  if (memory < in_turn)
     throw BudgetError(fmt::format("{}: one row takes {} to copy, more than the {} of memory given", reader.description(),
-                                  format_size(per_row), format_size(memory)));
+                                  format_size(in_turn), format_size(memory)));
   // As much as the reader likes, in whole blocks of it if the memory allows.
   const std::uint64_t unit = std::max<std::uint64_t>(1, reader.block_rows());
-  std::uint64_t block = memory / per_row;
-  if (block > unit)
-    block = std::max<std::uint64_t>(1, std::min(block, std::max<std::uint64_t>(8_MiB / per_row, unit)) / unit) * unit;
-  block = std::max<std::uint64_t>(1, std::min(block, rows));
+  const auto block_rows = [&](std::uint64_t per_row) {
+    std::uint64_t block = memory / per_row;
+    if (block > unit)
+      block = std::max<std::uint64_t>(1, std::min(block, std::max<std::uint64_t>(8_MiB / in_turn, unit)) / unit) * unit;
+    return std::max<std::uint64_t>(1, std::min(block, rows));
+  };
+  // Smaller blocks than the reader likes would cost it more than reading ahead gains.
+  const bool ahead = memory / at_once >= unit && block_rows(at_once) < rows;
+  const std::uint64_t block = block_rows(ahead ? at_once : in_turn);
 
-  const auto input = std::make_unique_for_overwrite<std::byte[]>(block * in_bytes);
-  const auto output = convert ? std::make_unique_for_overwrite<std::byte[]>(block * out_bytes) : nullptr;
-  for (std::uint64_t done = 0; done < rows;) {
-    const std::uint64_t now = std::min(block, rows - done);
-    reader.read(done, now, input.get());
-    if (convert) {
-      const std::uint64_t good = try_convert_elements(from, input.get(), to, output.get(), now * dim, report);
-      if (good < now * dim)
-        throw DTypeError(fmt::format("{}: {} (row {}, column {})", reader.description(),
-                                     conversion_failure(from, input.get() + good * item_size(from), to), done + good / dim,
-                                     good % dim));
-    }
-    writer.write(now, convert ? output.get() : input.get());
-    done += now;
+  const auto input = convert ? std::make_unique_for_overwrite<std::byte[]>(block * in_bytes) : nullptr;
+  const auto output = std::make_unique_for_overwrite<std::byte[]>((ahead ? 2 : 1) * block * out_bytes);
+  const auto rows_of = [&](std::uint64_t index) { return std::min(block, rows - index * block); };
+  BlockReader blocks(ceil_div(rows, block), ahead, [&](std::uint64_t index) -> const std::byte* {
+    const std::uint64_t first = index * block, count = rows_of(index);
+    std::byte* const out = output.get() + (ahead ? index % 2 : 0) * block * out_bytes;
+    reader.read(first, count, convert ? input.get() : out);
+    if (convert) convert_rows(reader, first, count, input.get(), to, out, report);
+    return out;
+  });
+  for (std::uint64_t index = 0, done = 0; done < rows; ++index) {
+    const std::uint64_t count = rows_of(index);
+    writer.write(count, blocks.next());
+    done += count;
     if (progress) progress(done, rows);
   }
   if (rows == 0 && progress) progress(0, 0);

@@ -63,6 +63,10 @@ class RowReader {
 // elsewhere is LockedError.
 std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions& options = {});
 
+// open_rows() for rows that will become `to` (nothing: as they are). Where only a dtype makes sense of the bytes (V2, opaque) and
+// `options` names none, a `to` of bfloat16 names it. Rows that bfloat16 does not explain either are the first DTypeError.
+std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<DType> to, const ReadOptions& options = {});
+
 struct WriteOptions {
   bool overwrite = false;        // of the file, or of the dataset alone if an HDF5 selector names it in a file that exists
   int gzip = -1;                 // HDF5: level 0 - 9 (with shuffle), -1 contiguous without compression
@@ -99,8 +103,12 @@ void convert_elements(DType from, const std::byte* in, DType to, std::byte* out,
 // Called with rows done so far and in all; may throw to stop.
 using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
-// Copies all rows, converting to `to`, in blocks of at most `memory` bytes (BudgetError if a single row takes more). The caller
-// finishes the writer. A value that does not fit is DTypeError with its row and column.
+// Copies all rows, converting to `to`, with buffers of at most `memory` bytes (BudgetError if a single row takes more). Where they
+// hold two blocks of the reader's, a thread of this call's own reads (and converts) the next block while the caller's writes one:
+// `reader` and `writer` then run at the same time, each on one thread, and must not share anything that is not safe for that.
+// `progress` is called by the caller's thread. What any of them throws ends the copy when the block being read is read, and is
+// rethrown; where both fail, the earlier rows' error. The caller finishes the writer. A value that does not fit is DTypeError with
+// its row and column.
 ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::uint64_t memory, const Progress& progress);
 
 }  // namespace embermap

@@ -10,7 +10,7 @@ using detail::kTileColumns;
 // What elements of T are summed in: integers modulo 2^n.
 template <class T>
 struct Sum {
-  using type = std::conditional_t<detail::kIsHalf<T>, float, T>;
+  using type = std::conditional_t<kIsHalf<T>, float, T>;
 };
 
 // T is float, double, a 16-bit float or an unsigned integer (two's complement makes signed ones the same).

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 #include <span>
-#include <type_traits>
 #include <vector>
 
 #include "base/checked.hpp"
@@ -32,9 +31,6 @@ template <class T>
 EMBERMAP_ALWAYS_INLINE inline void store(std::byte* at, std::uint64_t i, T value) {
   std::memcpy(at + i * sizeof(T), &value, sizeof value);
 }
-
-template <class T>
-inline constexpr bool kIsHalf = std::is_same_v<T, Float16> || std::is_same_v<T, BFloat16>;
 
 // To and from the type T is computed in: float for the 16-bit types, T otherwise.
 template <class A, class T>

@@ -2,8 +2,9 @@
 // device memory as addresses; dtypes by name. What ids and values may be, shapes and results are the business of the Python files
 // beside it.
 //
-// Every call that can wait releases the GIL. Progress callbacks take it again, and look for signals, so that Ctrl-C ends a long
-// call.
+// Every call that takes a lock of the store or of a table, or can wait in another way, releases the GIL: the lock's holder may be
+// waiting for the GIL, to call a progress callback. Only those callbacks take it again, and look for signals, so that Ctrl-C ends
+// a long call. A call without a callback does without the GIL until it is over.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
@@ -19,7 +20,6 @@
 #include <exception>
 #include <filesystem>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -63,18 +63,13 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// HDF5 is not safe to enter from two threads at once, and without the GIL nothing else keeps them apart.
-std::unique_lock<std::mutex> hdf5_turn(const Location& location) {
-  static std::mutex mutex;
-  return location.format == Location::Format::kHdf5 ? std::unique_lock{mutex} : std::unique_lock<std::mutex>{};
-}
-
-// `callback` must outlive what is returned.
+// Empty for None. `callback` must outlive what is returned.
 Progress progress_of(const nb::object& callback) {
+  if (callback.is_none()) return {};
   return [&callback](std::uint64_t done, std::uint64_t total) {
     const nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    if (!callback.is_none()) callback(done, total);
+    callback(done, total);
   };
 }
 
@@ -196,7 +191,6 @@ Table import_file(Store& store, std::string_view name, const nb::bytes& source, 
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
   const nb::gil_scoped_release release;
-  const auto turn = hdf5_turn(location);
   const auto reader = open_source(location, wanted, allow_external);
   TableOptions options;
   options.dtype = wanted.value_or(reader->dtype());
@@ -214,7 +208,6 @@ std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::byte
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
   const nb::gil_scoped_release release;
-  const auto turn = hdf5_turn(location);
   const auto reader = table_rows(table, field);
   const DType to = wanted.value_or(reader->dtype());
   const auto writer =
@@ -225,7 +218,11 @@ std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::byte
 }
 
 Report stats_of(const Table& table) {
-  const TableStats s = table.stats();
+  TableStats s;
+  {
+    const nb::gil_scoped_release release;
+    s = table.stats();
+  }
   Report out;
   out["hits"] = s.hits;
   out["misses"] = s.misses;
@@ -327,19 +324,19 @@ void bind_table(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Table>(m, "Table")
       .def_prop_ro("name", [](const Table& t) { return std::string(t.name()); })
-      .def_prop_ro("file", &Table::file)
-      .def_prop_ro("rows", &Table::rows)
+      .def_prop_ro("file", &Table::file, Release())
+      .def_prop_ro("rows", &Table::rows, Release())
       .def_prop_ro("dim", &Table::dim)
       .def_prop_ro("dtype", [](const Table& t) { return std::string(dtype_name(t.dtype())); })
-      .def_prop_ro("seed", &Table::seed)
-      .def_prop_ro("page_bytes_option", &Table::page_bytes_option)
-      .def_prop_ro("step", &Table::step)
+      .def_prop_ro("seed", &Table::seed, Release())
+      .def_prop_ro("page_bytes_option", &Table::page_bytes_option, Release())
+      .def_prop_ro("step", &Table::step, Release())
       .def_prop_ro("writable", &Table::writable)
-      .def_prop_ro("adopted", &Table::adopted)
-      .def_prop_ro("written_pages", &Table::written_pages)
-      .def("optimizer", &Table::optimizer)
+      .def_prop_ro("adopted", &Table::adopted, Release())
+      .def_prop_ro("written_pages", &Table::written_pages, Release())
+      .def("optimizer", &Table::optimizer, Release())
       .def("set_optimizer", &Table::set_optimizer, "optimizer"_a.none(), Release())
-      .def("initializer", &Table::initializer)
+      .def("initializer", &Table::initializer, Release())
       .def("fields",
            [](const Table& t) {
              std::vector<std::pair<std::string, std::string>> out;
@@ -457,9 +454,9 @@ void bind_store(nb::module_& m) {
           },
           nb::sig("def adopt(self, name: str, file: str | os.PathLike[str], writable: bool, dtype: str | None) -> Table"),
           "name"_a, "file"_a, "writable"_a, "dtype"_a.none())
-      .def("table", &Store::table, "name"_a)
-      .def("contains", &Store::contains, "name"_a)
-      .def("tables", &Store::tables)
+      .def("table", &Store::table, "name"_a, Release())
+      .def("contains", &Store::contains, "name"_a, Release())
+      .def("tables", &Store::tables, Release())
       .def("remove", &Store::remove, "name"_a, Release())
       .def("commit", &Store::commit, Release())
       .def("close", &Store::close, Release())
@@ -473,8 +470,9 @@ NB_MODULE(_core, m) {
   nb::register_exception_translator(translate);
 
   m.def("version", [] { return EMBERMAP_VERSION; });
-  m.def("cuda_devices", &cuda_devices);
-  m.def("cuda_absence", &cuda_absence);
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  m.def("cuda_devices", &cuda_devices, Release());
+  m.def("cuda_absence", &cuda_absence, Release());
   m.def("parse_size", &parse_size, "text"_a);
   m.def("format_size", &format_size, "bytes"_a);
   m.def(
@@ -483,7 +481,7 @@ NB_MODULE(_core, m) {
         return parse_location({location.c_str(), location.size()}).file;
       },
       "location"_a);
-  m.def("is_store", &is_store, nb::sig("def is_store(path: str | os.PathLike[str]) -> bool"), "path"_a);
+  m.def("is_store", &is_store, nb::sig("def is_store(path: str | os.PathLike[str]) -> bool"), "path"_a, Release());
   bind_options(m);
   bind_table(m);
   bind_store(m);

@@ -43,8 +43,6 @@ void HotPages::Lookup::erase(std::uint64_t page) noexcept {
   slots_[hole].frame = kAbsent;
 }
 
-void HotPages::Lookup::clear() noexcept { std::fill(slots_.begin(), slots_.end(), Slot{}); }
-
 HotPages::HotPages(PageFile& file, std::uint64_t frames, ThreadPool& compute)
     : file_{file},
       page_bytes_{file.geometry().page_bytes()},
@@ -281,18 +279,6 @@ void HotPages::flush() {
   file_.write(buffers);
   for (Frame& frame : frames_) frame.dirty = false;
   counts_.dirty = 0;
-}
-
-void HotPages::drop_all() {
-  const std::lock_guard lock(mutex_);
-  lookup_.clear();
-  free_.clear();
-  oldest_ = newest_ = kAbsent;
-  for (std::uint64_t i = frames_.size(); i > 0; --i) {
-    frames_[i - 1] = {};
-    free_.push_back(static_cast<std::uint32_t>(i - 1));
-  }
-  counts_.resident = counts_.dirty = 0;
 }
 
 HotPages::Counts HotPages::counts() const {

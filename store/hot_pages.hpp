@@ -19,9 +19,10 @@ namespace embermap {
 
 enum class Access : std::uint8_t { kRead, kWrite };
 
-// Replacement is exact LRU in units of batches: a hold uses each of its pages once, at its end, in the order in which they were
-// first asked for. A held page is never evicted. A frame is in one of three places: free, in the LRU list (a page nobody holds),
-// or held.
+// Replacement is exact LRU in units of batches: a hold uses each of its pages once, as it begins: first the pages that were in
+// memory, in the order in which the batch asks for them, then those it misses, in the order of the file. A held page is never
+// evicted. A frame is free, or in the look-up table and the LRU list; a fill that failed takes it out of both, and it becomes
+// free when the last batch that waited for it has let go.
 //
 // Thread safety: all members may be called from several threads. Residency is decided under one lock; reading misses and copying
 // rows happen outside it, with the pages held. Whoever writes into frames must hold them with Access::kWrite and keep other
@@ -64,9 +65,6 @@ class HotPages {
 
   // Writes all dirty pages to the file (not synced). Needs the absence of writers.
   void flush();
-  // Forgets all pages, dirty ones too. Needs the absence of holds.
-  void drop_all();
-
   std::uint64_t frames() const noexcept { return frames_.size(); }
   std::byte* frame(std::uint32_t index) const noexcept { return slab_.data() + index * page_bytes_; }
   const Slab& slab() const noexcept { return slab_; }
@@ -99,7 +97,6 @@ class HotPages {
     void prefetch(std::uint64_t page) const noexcept { __builtin_prefetch(&slots_[slot(page)]); }
     void insert(std::uint64_t page, std::uint32_t frame) noexcept;
     void erase(std::uint64_t page) noexcept;
-    void clear() noexcept;
 
    private:
     struct Slot {

@@ -43,7 +43,8 @@ void fill_elements(std::byte* out, std::uint64_t count, double value) {
 }  // namespace
 
 PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema& schema, const Geometry& geometry,
-                   Initializer init, std::uint64_t seed, ThreadPool& compute, ThreadPool& io, std::function<void()> before_write)
+                   Initializer init, std::uint64_t seed, ThreadPool& compute, ThreadPool& io, std::function<void()> before_write,
+                   bool alone)
     : table_{std::move(table)},
       data_{std::move(data)},
       ledger_{std::move(ledger)},
@@ -53,7 +54,8 @@ PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema
       seed_{seed},
       compute_{compute},
       io_{io},
-      before_write_{std::move(before_write)} {}
+      before_write_{std::move(before_write)},
+      alone_{alone} {}
 
 std::string PageFile::describe(std::uint64_t page) const {
   const std::uint64_t first = page * geometry_.rows_per_page;
@@ -118,7 +120,8 @@ void PageFile::read_run(std::span<const PageBuffer> run) {
     std::memset(page.memory + length, 0, geometry_.page_bytes() - length);
     const auto recorded = ledger_.checksum(page.page);
     if (recorded && *recorded != page_checksum({page.memory, length}))
-      throw CorruptError(fmt::format("{}: {} does not match its checksum", printable(data_.path()), describe(page.page)));
+      throw CorruptError(fmt::format("{}: {} does not match its checksum{}", printable(data_.path()), describe(page.page),
+                                     alone_ ? "" : "; if a writer has changed the store since it was opened, open it again"));
   }
 }
 
@@ -147,6 +150,20 @@ void PageFile::write_run(std::span<const PageBuffer> run) {
   for (std::size_t i = 0; i < run.size(); ++i) ledger_.record(run[i].page, checksums[i]);
   counters_.pages_written += run.size();
   counters_.bytes_written += bytes;
+}
+
+void PageFile::seal(std::uint64_t page) {
+  before_write_();
+  ahead_.store(true);
+  std::vector<std::byte> bytes(geometry_.bytes_in(page));
+  std::uint32_t checksum = 0;
+  try {
+    data_.read(geometry_.offset_of(page), bytes);
+    checksum = page_checksum(bytes);
+  } catch (const Error&) {
+    // Whoever reads the page meets the error again.
+  }
+  ledger_.record(page, checksum);
 }
 
 void PageFile::sync() {

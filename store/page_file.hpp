@@ -22,16 +22,18 @@ struct PageBuffer {
   std::byte* memory = nullptr;
 };
 
-// Thread safety: all members but resize and close may be called from several threads; not two at once for the same page.
+// Thread safety: all members but set_geometry and close may be called from several threads, but nobody may read or write a
+// page while another writes it.
 class PageFile {
  public:
   struct Counters {
     std::atomic<std::uint64_t> pages_read{0}, pages_generated{0}, pages_written{0}, bytes_read{0}, bytes_written{0};
   };
 
+  // `alone`: nobody else may have changed the file since the ledger was opened, so that a mismatch means damage.
   // `before_write` runs before any page is written, so that the store can note that the file is ahead of the last commit.
   PageFile(std::string table, File data, PageLedger ledger, const Schema& schema, const Geometry& geometry, Initializer init,
-           std::uint64_t seed, ThreadPool& compute, ThreadPool& io, std::function<void()> before_write);
+           std::uint64_t seed, ThreadPool& compute, ThreadPool& io, std::function<void()> before_write, bool alone = true);
 
   // Fills the buffers (their order is changed: sorted by page). Written pages are read, neighbours in one call, several calls at
   // once, and compared with their checksum where that is in memory; the others are generated. Bytes behind the last row are zero.
@@ -39,6 +41,9 @@ class PageFile {
   void read(std::span<PageBuffer> pages);
   // Writes the buffers (their order is changed) with their checksums. Durable after sync().
   void write(std::span<PageBuffer> pages);
+  // Records the checksum of what the file has for a written page now: after its length changed, or to accept it as it is. Where
+  // it cannot be read, "none recorded" is what is known about it.
+  void seal(std::uint64_t page);
   // Makes what was written durable: data first, then the ledger.
   void sync();
   // True if a write has not been synced.
@@ -75,6 +80,7 @@ class PageFile {
   ThreadPool& compute_;
   ThreadPool& io_;
   std::function<void()> before_write_;
+  bool alone_;
   Counters counters_;
   std::atomic<bool> ahead_{false};
 };

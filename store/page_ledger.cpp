@@ -30,6 +30,17 @@ std::uint64_t header_checksum(const Header& header) {
   return checksum64(std::as_bytes(std::span(&header, 1)).first(offsetof(Header, checksum)));
 }
 
+Header make_header(std::uint32_t flags, std::uint64_t pages, std::uint64_t sums_offset) {
+  Header header{};
+  std::memcpy(header.magic, kMagic, sizeof kMagic);
+  header.version = kVersion;
+  header.flags = flags;
+  header.pages = pages;
+  header.sums_offset = sums_offset;
+  header.checksum = header_checksum(header);
+  return header;
+}
+
 std::uint64_t sums_offset_for(std::uint64_t pages) {
   return kHeaderBytes + std::bit_ceil(std::max<std::uint64_t>(ceil_div(pages, 8), 4096));
 }
@@ -63,13 +74,7 @@ PageLedger::PageLedger(PageLedger&& other) noexcept
 std::uint64_t PageLedger::bits_room() const { return sums_offset_ - kHeaderBytes; }
 
 void PageLedger::write_header(const File& file) const {
-  Header header{};
-  std::memcpy(header.magic, kMagic, sizeof kMagic);
-  header.version = kVersion;
-  header.flags = flags_;
-  header.pages = pages_;
-  header.sums_offset = sums_offset_;
-  header.checksum = header_checksum(header);
+  const Header header = make_header(flags_, pages_, sums_offset_);
   file.write(0, std::as_bytes(std::span(&header, 1)));
 }
 
@@ -153,18 +158,6 @@ void PageLedger::record(std::uint64_t page, std::uint32_t checksum) {
   }
 }
 
-void PageLedger::forget(std::uint64_t page) {
-  const std::lock_guard lock(mutex_);
-  bits_[page / 8] = static_cast<std::uint8_t>(bits_[page / 8] & ~(1U << (page % 8)));
-  dirty_bits_[page / 8 / kBlockBytes] = true;
-  if (sums_) {
-    sums_[page] = 0;
-    dirty_sums_[page / kBlockSums] = true;
-  } else {
-    pending_sums_[page] = 0;
-  }
-}
-
 void PageLedger::keep_checksums() {
   const std::lock_guard lock(mutex_);
   if (sums_) return;
@@ -181,6 +174,18 @@ void PageLedger::keep_checksums() {
     }
   }
   sums_ = std::move(sums);
+}
+
+void PageLedger::drop_checksums() {
+  const std::lock_guard lock(mutex_);
+  if (!sums_) return;
+  flush_locked();
+  sums_.reset();
+}
+
+std::uint64_t PageLedger::memory_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return bits_bytes(pages_) + (sums_ ? checksum_bytes(pages_) : 0);
 }
 
 std::optional<std::uint32_t> PageLedger::checksum(std::uint64_t page) const {
@@ -250,22 +255,20 @@ void PageLedger::resize(std::uint64_t pages) {
   }
   const std::uint64_t old_pages = pages_;
   if (sums_offset_for(pages) <= sums_offset_) {
-    pages_ = pages;
     flush_locked();
-    // Cut first, then grow: checksums past the end are gone for good.
-    file_.resize(sums_offset_ + checksum_bytes(std::min(old_pages, pages)));
-    file_.resize(sums_offset_ + checksum_bytes(pages));
+    // The header never promises more pages than the file has room for. What is cut off is gone for good, also when it comes back.
+    if (pages > old_pages) file_.resize(sums_offset_ + checksum_bytes(pages));
+    pages_ = pages;
     write_header(file_);
+    file_.resize(sums_offset_ + checksum_bytes(pages));
     file_.sync();
   } else {
-    const std::uint64_t old_offset = sums_offset_;
-    const std::uint64_t old_room = bits_room();
-    sums_offset_ = sums_offset_for(pages);
-    pages_ = pages;
+    Header header = make_header(flags_, pages, sums_offset_for(pages));
+    const std::uint64_t room = header.sums_offset - kHeaderBytes;
     TemporaryFile temporary = TemporaryFile::create(file_.path(), /*overwrite=*/true, file_.ops());
-    temporary.file().resize(sums_offset_ + checksum_bytes(pages));
-    auto bits = make_zeroed<std::uint8_t>(bits_room());
-    std::memcpy(bits.get(), bits_.get(), old_room);
+    temporary.file().resize(header.sums_offset + checksum_bytes(pages));
+    auto bits = make_zeroed<std::uint8_t>(room);
+    std::memcpy(bits.get(), bits_.get(), bits_room());
     std::vector<std::byte> block(1U << 20);
     const auto copy = [&](std::uint64_t from, std::uint64_t to, std::uint64_t bytes) {  // holes stay holes
       for (std::uint64_t at = 0; at < bytes; at += block.size()) {
@@ -275,12 +278,14 @@ void PageLedger::resize(std::uint64_t pages) {
           temporary.file().write(to + at, piece);
       }
     };
-    copy(kHeaderBytes, kHeaderBytes, old_room);
-    copy(old_offset, sums_offset_, checksum_bytes(old_pages));
-    write_header(temporary.file());
+    copy(kHeaderBytes, kHeaderBytes, bits_room());
+    copy(sums_offset_, header.sums_offset, checksum_bytes(old_pages));
+    temporary.file().write(0, std::as_bytes(std::span(&header, 1)));
     file_ = temporary.commit();
+    pages_ = pages;
+    sums_offset_ = header.sums_offset;
     bits_ = std::move(bits);
-    dirty_bits_.assign(bits_room() / kBlockBytes, false);
+    dirty_bits_.assign(room / kBlockBytes, false);
   }
   if (sums_) {
     auto sums = make_zeroed<std::uint32_t>(pages);

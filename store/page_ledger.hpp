@@ -35,10 +35,11 @@ class PageLedger {
   bool written(std::uint64_t page) const;
   std::uint64_t count_written() const;
   void record(std::uint64_t page, std::uint32_t checksum);  // the page is now in the file
-  void forget(std::uint64_t page);                          // the page is as if never written
 
   // Keeps all checksums in memory from now on (4 bytes a page), so that checksum() knows them without reading.
   void keep_checksums();
+  // Gives that memory back.
+  void drop_checksums();
   // What was recorded for the page, if that is in memory; nullopt if it is not or none was recorded.
   std::optional<std::uint32_t> checksum(std::uint64_t page) const;
   // Checksums of pages [first, first + out.size()), read from the file where they are not in memory; 0: none recorded.
@@ -50,7 +51,8 @@ class PageLedger {
   void resize(std::uint64_t pages);
   void close();
 
-  // Bytes of memory for `pages` pages, without and with checksums.
+  std::uint64_t memory_bytes() const;  // bits, and checksums if they are kept
+  // What `pages` pages take.
   static std::uint64_t bits_bytes(std::uint64_t pages) noexcept { return pages / 8 + 1; }
   static std::uint64_t checksum_bytes(std::uint64_t pages) noexcept { return pages * 4; }
 

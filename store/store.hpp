@@ -19,12 +19,14 @@ struct StoreOptions {
   enum class Mode {
     kOpenOrCreate,  // read and write; makes the store if the path is free or an empty directory
     kReadWrite,     // must exist
-    kRead           // no lock; sees the commit that was last when it opened; writes throw ReadOnlyError
+    // No lock; writes throw ReadOnlyError. Sees the commit that was last when it opened for as long as no writer changes the
+    // store: pages are rewritten in place. A page that changed meanwhile is CorruptError where page checksums are in memory.
+    kRead
   };
   Mode mode = Mode::kOpenOrCreate;
   std::uint64_t memory = 1ULL << 30;  // bytes for hot pages, look-up tables, page bits and checksums of all tables together
   int device = -1;  // CUDA device whose kernels will use the hot pages; -1: none. Throws CudaError if there is no such device
-  unsigned threads = 0;         // for copies, steps and reads; 0: what the process may use, at most 16
+  unsigned threads = 0;  // for copies and steps; 0: what the process may use, at most 16. Reads have 16 threads of their own
   bool accept_unclean = false;  // take tables as they are after a session that ended without commit (see CorruptError on open)
   FileOps* file_ops = nullptr;  // the system calls to use, for tests that inject faults; must outlive the store
 };
@@ -47,6 +49,7 @@ class Store {
   // Names: letters, digits, '_', '-', '.', and any character beyond ASCII; not beginning with '.' or '-'; at most 200 bytes.
   // Durable when it returns.
   Table create(std::string_view name, const TableOptions& options);
+  // `progress`, here and in Table, runs with the store's locks held: it must not call the store or its tables.
   // Creates the table and fills it from `reader` before anyone can see it (dtype: converted to options.dtype). rows and dim are
   // taken from the reader. On failure nothing is left.
   Table import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress = {});

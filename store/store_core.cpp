@@ -27,18 +27,24 @@ bool UncommittedMark::present(const std::filesystem::path& store, std::uint64_t 
 
 void UncommittedMark::set(std::uint64_t commit) {
   const std::lock_guard lock(mutex_);
-  if (set_) return;
+  if (set_ == commit) return;
   replace_file(path(), fmt::format("{}\n", commit), ops_);
-  set_ = true;
+  set_ = commit;
 }
 
 void UncommittedMark::clear() {
   const std::lock_guard lock(mutex_);
   std::error_code error;
   if (!set_ && !std::filesystem::exists(path(), error)) return;
+  // From here the file may be gone: whatever happens, the next page written needs a new one.
+  set_.reset();
   if (ops_.unlink(path().c_str()) != 0 && errno != ENOENT) throw IoError(errno, "unlink", path());
   sync_directory(store_, ops_);
-  set_ = false;
+}
+
+bool UncommittedMark::is_set() const {
+  const std::lock_guard lock(mutex_);
+  return set_.has_value();
 }
 
 void Prefetcher::add(std::function<void()> job) {
@@ -59,7 +65,6 @@ void Prefetcher::work() {
     if (stop_) return;
     const std::function<void()> job = std::move(jobs_.front());
     jobs_.pop_front();
-    running_ = true;
     lock.unlock();
     try {
       job();
@@ -67,14 +72,7 @@ void Prefetcher::work() {
       // A hint that failed: the call that needs the rows meets the same error and reports it.
     }
     lock.lock();
-    running_ = false;
-    changed_.notify_all();
   }
-}
-
-void Prefetcher::wait() {
-  std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return stop_ || (jobs_.empty() && !running_); });
 }
 
 void Prefetcher::stop() {

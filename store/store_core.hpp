@@ -32,13 +32,14 @@ class UncommittedMark {
   static bool present(const std::filesystem::path& store, std::uint64_t commit);
   void set(std::uint64_t commit);
   void clear();
+  bool is_set() const;
 
  private:
   std::filesystem::path path() const;
   std::filesystem::path store_;
   FileOps& ops_;
-  std::mutex mutex_;
-  bool set_ = false;
+  mutable std::mutex mutex_;
+  std::optional<std::uint64_t> set_;  // the number in the file
 };
 
 // Runs prefetches one after another on a thread of its own, started with the first. At most kMostJobs wait; the oldest is dropped
@@ -49,7 +50,6 @@ class Prefetcher {
   ~Prefetcher() { stop(); }
   void add(std::function<void()> job);
   void stop();  // drops what waits, waits for what runs
-  void wait();  // until nothing waits or runs
 
  private:
   static constexpr std::size_t kMostJobs = 4;
@@ -57,7 +57,6 @@ class Prefetcher {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;
-  bool running_ = false;
   bool stop_ = false;
   std::thread thread_;
   pid_t process_ = getpid();
@@ -67,6 +66,7 @@ struct StoreCore {
   StoreCore(std::filesystem::path store, const StoreOptions& options, FileOps& file_ops)
       : path{std::move(store)},
         writable{options.mode != StoreOptions::Mode::kRead},
+        checks_pages{writable || !options.accept_unclean},
         memory{options.memory},
         device{options.device},
         ops{file_ops},
@@ -84,6 +84,7 @@ struct StoreCore {
 
   const std::filesystem::path path;
   const bool writable;
+  const bool checks_pages;  // false where tables are taken as they are, and cannot be resealed
   const std::uint64_t memory;
   const int device;
   FileOps& ops;

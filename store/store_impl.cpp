@@ -133,7 +133,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     if (unclean && !options.accept_unclean)
       throw CorruptError(
           fmt::format("store {} has pages written after its last commit ({}): {}. Its tables may mix committed and later rows; "
-                      "accept_unclean takes "
+                      "accept_unclean, or 'embermap recover', takes "
                       "them as they are",
                       printable(absolute), manifest.commit,
                       options.mode == Mode::kRead ? "a writer is at work, or its session ended without commit"
@@ -198,8 +198,14 @@ std::shared_ptr<TableImpl> Store::Impl::open_table(const std::string& name, cons
           [process = core_->process](TableImpl* gone) { delete_unless_forked(gone, process); }};
 }
 
-void Store::Impl::check_writable() const {
+std::unique_lock<std::mutex> Store::Impl::lock() const {
+  core_->check_usable();  // first: in a forked child the lock may be held by a thread that does not exist
+  std::unique_lock guard(mutex_);
   core_->check_usable();
+  return guard;
+}
+
+void Store::Impl::check_writable() const {
   if (!core_->writable) throw ReadOnlyError(fmt::format("store {} is open read-only", printable(core_->path)));
 }
 
@@ -247,10 +253,23 @@ Store::Impl::NewFiles Store::Impl::new_files(std::string_view name, const TableE
 Table Store::Impl::complete(const std::string& name, const TableEntry& entry, NewFiles files) {
   try {
     files.data.commit();
-    files.pages.commit();
-    return add(name, entry);
   } catch (const AlreadyExists&) {
-    throw;  // someone else made a file of that name meanwhile; it is not ours to remove
+    throw;  // theirs, not ours to remove
+  } catch (...) {
+    discard(name, /*adopted=*/false);
+    throw;
+  }
+  try {
+    files.pages.commit();
+  } catch (const AlreadyExists&) {  // someone made NAME.pages meanwhile: theirs stays, ours goes
+    core_->ops.unlink(data_path(name).c_str());
+    throw;
+  } catch (...) {
+    discard(name, /*adopted=*/false);
+    throw;
+  }
+  try {
+    return add(name, entry);
   } catch (...) {
     discard(name, /*adopted=*/false);
     throw;
@@ -269,7 +288,7 @@ void Store::Impl::discard(std::string_view name, bool adopted) const noexcept {
 }
 
 Table Store::Impl::create(std::string_view name, const TableOptions& options) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   check_writable();
   const TableEntry entry = new_entry(name, options);
   NewFiles files = new_files(name, entry);
@@ -291,7 +310,7 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
 }
 
 Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   check_writable();
   options.rows = reader.rows();
   options.dim = reader.dim();
@@ -344,7 +363,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
 Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path& file, bool writable,
                          std::optional<DType> dtype) {
   const std::string name(name_view);
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   check_writable();
   check_table_name(name);
   if (manifest_.tables.contains(name))
@@ -397,8 +416,7 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
 }
 
 Table Store::Impl::table(std::string_view name) {
-  const std::lock_guard guard(mutex_);
-  core_->check_usable();
+  const auto guard = lock();
   if (const auto found = tables_.find(name); found != tables_.end()) return Table(found->second);
   if (const auto found = broken_.find(name); found != broken_.end()) std::rethrow_exception(found->second);
   std::string known;
@@ -408,21 +426,19 @@ Table Store::Impl::table(std::string_view name) {
 }
 
 bool Store::Impl::contains(std::string_view name) const {
-  const std::lock_guard guard(mutex_);
-  core_->check_usable();
+  const auto guard = lock();
   return manifest_.tables.contains(name);
 }
 
 std::vector<std::string> Store::Impl::names() const {
-  const std::lock_guard guard(mutex_);
-  core_->check_usable();
+  const auto guard = lock();
   std::vector<std::string> names;
   for (const auto& [name, unused] : manifest_.tables) names.push_back(name);
   return names;
 }
 
 void Store::Impl::remove(std::string_view name) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   check_writable();
   const auto listed = manifest_.tables.find(name);
   if (listed == manifest_.tables.end())
@@ -448,19 +464,27 @@ void Store::Impl::remove(std::string_view name) {
 }
 
 std::uint64_t Store::Impl::commit() {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   check_writable();
   return commit_locked(/*even_unchanged=*/false);
 }
 
-std::uint64_t Store::Impl::commit_locked(bool even_unchanged) {
-  // All tables stand still together, so that what is committed is one moment of all of them.
+std::vector<std::unique_lock<std::shared_mutex>> Store::Impl::stand_still() {
   std::vector<std::unique_lock<std::shared_mutex>> still;
-  bool changed = even_unchanged;
-  for (const auto& [name, table] : tables_) {
-    still.push_back(table->stand_still());
-    changed = changed || table->changed();
-  }
+  for (const auto& [name, table] : tables_) still.push_back(table->stand_still());
+  return still;
+}
+
+std::uint64_t Store::Impl::commit_locked(bool even_unchanged) {
+  const auto still = stand_still();
+  return commit_still(even_unchanged);
+}
+
+std::uint64_t Store::Impl::commit_still(bool even_unchanged) {
+  // The mark counts as a change: pages were written that no manifest knows of, be it by a commit that failed or in a table
+  // removed since.
+  bool changed = even_unchanged || core_->mark.is_set();
+  for (const auto& [name, table] : tables_) changed = changed || table->changed();
   if (!changed) return manifest_.commit;
   Manifest manifest = manifest_;
   for (const auto& [name, table] : tables_) manifest.tables.insert_or_assign(name, table->flush_and_sync());
@@ -474,34 +498,42 @@ std::uint64_t Store::Impl::commit_locked(bool even_unchanged) {
 }
 
 void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   check_writable();
-  table.check_open();
-  const TableEntry before = table.entry();
-  if (before.adopted)
+  const auto still = stand_still();
+  const auto listed = manifest_.tables.find(table.name());
+  if (const auto found = tables_.find(table.name()); found == tables_.end() || found->second.get() != &table)
+    throw ClosedError(fmt::format("table '{}' was removed", printable(table.name())));
+  const TableEntry& entry = listed->second;
+  if (entry.adopted)
     throw InvalidArgument(fmt::format("table '{}' uses {} in place; such a file is not resized", printable(table.name()),
-                                      printable(*before.adopted)));
-  if (rows == before.geometry.rows) return;
-  make_geometry(rows, before.geometry.stride, 1, false, before.page_bytes);  // throws if a file cannot hold so many
-  auto entries = manifest_.tables;
-  entries.at(table.name()).geometry.rows = rows;
-  const auto shares = plan(core_->memory, entries);
-  commit_locked(/*even_unchanged=*/false);
-  // A crash in between is mended on open: the manifest has the smaller number of rows until the files can hold the larger.
-  if (rows < before.geometry.rows) {
-    Manifest manifest = manifest_;
+                                      printable(*entry.adopted)));
+  const std::uint64_t before = entry.geometry.rows;
+  if (rows == before) return;
+  make_geometry(rows, entry.geometry.stride, 1, false, entry.page_bytes);  // throws if a file cannot hold so many
+  Manifest manifest = manifest_;
+  manifest.tables.at(table.name()).geometry.rows = rows;
+  const auto shares = plan(core_->memory, manifest.tables);
+
+  commit_still(/*even_unchanged=*/false);
+  // The steps below change files that the manifest describes. A crash in between is noticed as an unclean end; the files fit the
+  // manifest all the same, since they are never shorter than it says: it learns of fewer rows before, of more rows after.
+  core_->mark.set(manifest_.commit);
+  if (rows > before) {
+    table.grow(rows);
+  } else {
+    manifest = manifest_;
     manifest.tables.at(table.name()).geometry.rows = rows;
     manifest.save(core_->path, core_->ops);
     manifest_ = std::move(manifest);
+    table.shrink(rows);
   }
-  table.set_share({});
-  table.resize_files(rows);
-  apply(shares);
-  commit_locked(/*even_unchanged=*/true);
+  for (const auto& [name, other] : tables_) other->set_share(shares.at(name));
+  commit_still(/*even_unchanged=*/true);
 }
 
 void Store::Impl::materialize(TableImpl& table, const Progress& progress) {
-  const std::lock_guard guard(mutex_);
+  const auto guard = lock();
   check_writable();
   table.materialize(progress);
   commit_locked(/*even_unchanged=*/false);
@@ -559,23 +591,30 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory,
 }
 
 void Store::Impl::apply(const std::map<std::string, MemoryShare>& shares) {
-  for (const auto& [name, share] : shares)
-    if (const auto found = tables_.find(name); found != tables_.end()) found->second->set_share(share);
+  const auto still = stand_still();
+  for (const auto& [name, table] : tables_) table->set_share(shares.at(name));
 }
 
 void Store::Impl::close() {
+  if (core_->closed.load()) return;
   {
-    const std::lock_guard guard(mutex_);
-    if (core_->closed.load()) return;
     core_->check_usable();
-    if (core_->writable) commit_locked(/*even_unchanged=*/false);
+    const std::unique_lock guard(mutex_);
+    if (core_->closed.load()) return;
+    const auto still = stand_still();
+    if (core_->writable) commit_still(/*even_unchanged=*/false);
+    core_->closed = true;  // before anyone can change a row that would not be committed
   }
-  abandon();
+  release();
 }
 
 void Store::Impl::abandon() noexcept {
   if (core_->closed.exchange(true)) return;
   if (getpid() != core_->process) return;  // the parent's
+  release();
+}
+
+void Store::Impl::release() noexcept {
   core_->prefetcher.stop();
   const std::lock_guard guard(mutex_);
   for (const auto& [name, table] : tables_) table->close();

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 
 #include "io/lock.hpp"
@@ -41,6 +42,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   using Tables = std::map<std::string, std::shared_ptr<TableImpl>, std::less<>>;
 
   Impl(std::shared_ptr<StoreCore> core, WriterLock lock, Manifest manifest);
+  std::unique_lock<std::mutex> lock() const;  // mutex_, with the store usable
   void check_writable() const;
   // All below: with mutex_ held.
   void check_new(std::string_view name) const;
@@ -60,7 +62,11 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   std::shared_ptr<TableImpl> open_table(const std::string& name, const TableEntry& entry);
   // Adds an entry whose files are complete; on failure removes nothing of them.
   Table add(const std::string& name, const TableEntry& entry);
+  // Keeps all tables' users out: what happens then is one moment of all of them.
+  std::vector<std::unique_lock<std::shared_mutex>> stand_still();
   std::uint64_t commit_locked(bool even_unchanged);
+  std::uint64_t commit_still(bool even_unchanged);  // with all tables standing still
+  void release() noexcept;
   // Shares of the budget for these tables. Throws BudgetError naming the least that would do.
   static std::map<std::string, MemoryShare> plan(std::uint64_t memory,
                                                  const std::map<std::string, TableEntry, std::less<>>& tables);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/dtype.hpp"
+#include "io/rows.hpp"
 #include "kernels/cuda.hpp"
 #include "kernels/optimizer.hpp"
 #include "store/geometry.hpp"
@@ -63,8 +64,6 @@ struct VerifyReport {
   std::vector<BadRange> bad;  // the first 1,000
 };
 
-using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
-
 class TableImpl;
 
 // A handle; copies name the same table. Stays valid after the store is closed or the table removed, and then throws ClosedError.
@@ -101,10 +100,12 @@ class Table {
   // Adds to the weights.
   void add(std::span<const std::int64_t> ids, std::span<const std::byte> rows);
   // One optimizer step; grads = ids.size() x dim elements of the weight's dtype, or of float32 for half-precision rows. `lr`
-  // replaces the optimizer's learning rate for this step alone.
+  // replaces the optimizer's learning rate for this step alone. Without ids nothing happens, and step() does not count.
   void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
               std::optional<double> lr = {});
-  // Brings pages of these rows into memory, as many as fit. Bad ids are refused.
+  // Reads pages of these rows, on a thread of the store's, while the caller goes on: at most half of the frames, and only the
+  // newest four calls wait. A hint: errors in reading are met again, and reported, by the call that needs the rows. Bad ids are
+  // refused at once.
   void prefetch(std::span<const std::int64_t> ids);
 
   // The same with ids and data in device memory of `device`, ordered on `stream`. When they return, the hot pages are no longer

@@ -40,8 +40,7 @@ void TableImpl::for_device_passes(
 
 void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
                               std::string_view field_name, CudaStream stream) {
-  const std::shared_lock lock(rows_);
-  check_open();
+  const auto lock = side_by_side();
   const Field& field = schema_.field(field_name);
   CudaEngine& engine = core_->engine(device);
   const Geometry& geometry = entry_.geometry;
@@ -57,8 +56,7 @@ void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t
 
 void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows,
                                std::string_view field_name, CudaStream stream) {
-  const std::unique_lock lock(rows_);
-  check_open();
+  const auto lock = alone();
   check_writable();
   const Field& field = schema_.field(field_name);
   CudaEngine& engine = core_->engine(device);
@@ -75,31 +73,33 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
 }
 
 void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream) {
-  change_device(device, ids, count, schema_.fields()[0].bytes, stream,
-                [&](CudaEngine& engine, CudaBatch& batch) { engine.add(batch, schema_.dim(), schema_.dtype(), rows, stream); });
+  change_device(
+      device, ids, count, schema_.fields()[0].bytes, stream,
+      [&](CudaEngine& engine, CudaBatch& batch) { engine.add(batch, schema_.dim(), schema_.dtype(), rows, stream); }, [] {});
 }
 
 void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
                               CudaStream stream, std::optional<double> lr) {
   {
-    const std::shared_lock lock(rows_);
-    check_open();
+    const auto lock = side_by_side();
     check_writable();
     check_gradient_dtype(grad_dtype);
     (void)next_step(lr);  // an lr that cannot be is refused before anything happens
   }
-  const RecordLayout layout = schema_.layout(entry_.geometry.stride);
-  change_device(device, ids, count, schema_.record_bytes(), stream, [&](CudaEngine& engine, CudaBatch& batch) {
-    engine.step(batch, layout, next_step(lr), grads, grad_dtype, stream);
-    ++step_;
-    entry_changed_ = true;
-  });
+  change_device(
+      device, ids, count, schema_.record_bytes(), stream,
+      [&](CudaEngine& engine, CudaBatch& batch) {
+        engine.step(batch, schema_.layout(entry_.geometry.stride), next_step(lr), grads, grad_dtype, stream);
+      },
+      [&] {
+        ++step_;
+        entry_changed_ = true;
+      });
 }
 
 void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
-                              const std::function<void(CudaEngine&, CudaBatch&)>& change) {
-  const std::unique_lock lock(rows_);
-  check_open();
+                              const std::function<void(CudaEngine&, CudaBatch&)>& change, const std::function<void()>& done) {
+  const auto lock = alone();
   check_writable();
   CudaEngine& engine = core_->engine(device);
   const Geometry& geometry = entry_.geometry;
@@ -121,6 +121,7 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
                         engine.write_back(*batch, source, first, frames, core_->compute, stream);
                       });
   }
+  done();
   rows_written_ += count;
 }
 

@@ -23,14 +23,28 @@ TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEnt
       entry_{std::move(entry)},
       step_{entry_.step} {
   StoreCore* const shared = core_.get();  // outlives file_
-  file_ =
-      std::make_unique<PageFile>(name_, std::move(data), std::move(ledger), schema_, entry_.geometry, entry_.init, entry_.seed,
-                                 core_->compute, core_->io, [shared] { shared->mark.set(shared->commit.load()); });
+  file_ = std::make_unique<PageFile>(
+      name_, std::move(data), std::move(ledger), schema_, entry_.geometry, entry_.init, entry_.seed, core_->compute, core_->io,
+      [shared] { shared->mark.set(shared->commit.load()); }, core_->writable);
 }
 
 void TableImpl::check_open() const {
   core_->check_usable();
   if (!file_) throw ClosedError(fmt::format("table '{}' was removed", printable(name_)));
+}
+
+std::shared_lock<std::shared_mutex> TableImpl::side_by_side() const {
+  core_->check_usable();  // first: in a forked child the lock may be held by a thread that does not exist
+  std::shared_lock lock(rows_);
+  check_open();
+  return lock;
+}
+
+std::unique_lock<std::shared_mutex> TableImpl::alone() const {
+  core_->check_usable();
+  std::unique_lock lock(rows_);
+  check_open();
+  return lock;
 }
 
 void TableImpl::check_writable() const {
@@ -65,7 +79,7 @@ HotPages& TableImpl::hot() {
   const std::lock_guard lock(hot_mutex_);
   if (hot_) return *hot_;
   if (share_.frames == 0) throw BudgetError(fmt::format("table '{}' has no share of the store's memory", printable(name_)));
-  if (share_.checksums) file_->ledger().keep_checksums();
+  keep_checksums();
   hot_ = std::make_unique<HotPages>(*file_, share_.frames, core_->compute);
   if (core_->device >= 0) {
     pinned_ = PinnedRange(hot_->slab().data(), hot_->slab().bytes());
@@ -74,6 +88,10 @@ HotPages& TableImpl::hot() {
   }
   hot_ready_.store(hot_.get(), std::memory_order_release);
   return *hot_;
+}
+
+void TableImpl::keep_checksums() {
+  if (share_.checksums && core_->checks_pages) file_->ledger().keep_checksums();
 }
 
 std::byte* TableImpl::record(const HotPages& hot, std::uint64_t id, std::uint32_t frame) const {
@@ -109,8 +127,7 @@ void TableImpl::for_passes(const Batch& batch, Access access,
 }
 
 void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field_name) {
-  const std::shared_lock lock(rows_);
-  check_open();
+  const auto lock = side_by_side();
   const Field& field = schema_.field(field_name);
   check_size(ids.size(), out.size(), field.bytes, "room for rows");
   const auto rows = checked_ids(ids);
@@ -145,8 +162,7 @@ void TableImpl::gather_block(std::span<const std::uint64_t> ids, std::byte* out,
 }
 
 void TableImpl::scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field_name) {
-  const std::unique_lock lock(rows_);
-  check_open();
+  const auto lock = alone();
   check_writable();
   const Field& field = schema_.field(field_name);
   check_size(ids.size(), rows.size(), field.bytes, "rows");
@@ -168,8 +184,7 @@ void TableImpl::scatter(std::span<const std::int64_t> ids, std::span<const std::
 }
 
 void TableImpl::add(std::span<const std::int64_t> ids, std::span<const std::byte> rows) {
-  const std::unique_lock lock(rows_);
-  check_open();
+  const auto lock = alone();
   check_writable();
   check_size(ids.size(), rows.size(), schema_.fields()[0].bytes, "rows");
   const auto keys = checked_ids(ids);
@@ -193,8 +208,7 @@ StepScalars TableImpl::next_step(std::optional<double> lr) const {
 
 void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
                        std::optional<double> lr) {
-  const std::unique_lock lock(rows_);
-  check_open();
+  const auto lock = alone();
   check_writable();
   check_gradient_dtype(grad_dtype);
   check_size(ids.size(), grads.size(), schema_.dim() * item_size(grad_dtype), "gradients");
@@ -214,8 +228,7 @@ void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::b
 void TableImpl::prefetch(std::span<const std::int64_t> ids) {
   std::vector<std::uint64_t> pages;
   {
-    const std::shared_lock lock(rows_);
-    check_open();
+    const auto lock = side_by_side();
     const auto keys = checked_ids(ids);
     pages_of(keys, pages);
     std::sort(pages.begin(), pages.end());
@@ -235,16 +248,14 @@ void TableImpl::prefetch(std::span<const std::int64_t> ids) {
 }
 
 TableEntry TableImpl::entry() const {
-  const std::shared_lock lock(rows_);
-  check_open();
+  const auto lock = side_by_side();
   TableEntry entry = entry_;
   entry.step = step_.load();
   return entry;
 }
 
 void TableImpl::set_optimizer(const Optimizer& optimizer) {
-  const std::unique_lock lock(rows_);
-  check_open();
+  const auto lock = alone();
   check_writable();
   check_optimizer(optimizer);
   const Schema wanted(schema_.dim(), schema_.dtype(), optimizer);
@@ -271,46 +282,57 @@ TableEntry TableImpl::flush_and_sync() {
 
 void TableImpl::mark_committed() { entry_changed_ = false; }
 
-void TableImpl::resize_files(std::uint64_t rows) {
-  const std::unique_lock lock(rows_);
-  check_open();
+void TableImpl::grow(std::uint64_t rows) {
+  release_hot();
   const Geometry before = entry_.geometry;
   Geometry after = before;
   after.rows = rows;
-  // Rows of the old last page that come into being now hold what the page had behind its end: nothing. They get their initial
-  // values.
-  if (rows > before.rows && before.rows % before.rows_per_page != 0) {
-    const std::uint64_t page = before.pages() - 1;
-    if (file_->ledger().written(page)) {
-      const std::uint64_t last = std::min(rows, (page + 1) * before.rows_per_page);
-      std::vector<std::byte> page_memory(before.page_bytes());
-      PageBuffer buffer{page, page_memory.data()};
-      file_->read({&buffer, 1});
-      file_->data().resize(after.file_bytes());
-      file_->generate(before.rows, last - before.rows, page_memory.data() + before.slot_of(before.rows) * before.stride);
-      file_->set_geometry(after);
-      file_->ledger().resize(after.pages());
-      file_->write({&buffer, 1});
-    }
+  // Rows of the old last page that come into being now: the page's memory behind its old end holds nothing, they get their
+  // initial values.
+  const std::uint64_t last = before.rows % before.rows_per_page != 0 ? before.pages() - 1 : before.pages();
+  std::vector<std::byte> memory;
+  PageBuffer buffer{last, nullptr};
+  if (last < before.pages() && file_->ledger().written(last)) {
+    memory.resize(before.page_bytes());
+    buffer.memory = memory.data();
+    file_->read({&buffer, 1});
+    file_->generate(before.rows, after.rows_in(last) - before.rows_in(last), memory.data() + before.bytes_in(last));
   }
-  if (hot_) hot_->drop_all();
-  // The header never promises more than the file has: it is written after growing and before cutting.
-  if (rows > before.rows) file_->data().resize(after.file_bytes());
-  file_->data().write(0, table_header(schema_, after));
-  file_->data().resize(after.file_bytes());
-  file_->set_geometry(after);
-  if (file_->ledger().pages() != after.pages()) file_->ledger().resize(after.pages());
-  // The last page is shorter than it was: so is what its checksum covers.
-  if (rows < before.rows && rows % after.rows_per_page != 0) {
-    const std::uint64_t page = after.pages() - 1;
-    if (file_->ledger().written(page)) {
-      std::vector<std::byte> page_memory(after.page_bytes());
-      file_->data().read(after.offset_of(page), std::span(page_memory).first(after.bytes_in(page)));
-      PageBuffer buffer{page, page_memory.data()};
-      file_->write({&buffer, 1});
+  try {
+    // The header never promises more rows than the file has: after growing, before cutting.
+    file_->data().resize(after.file_bytes());
+    file_->ledger().resize(after.pages());
+    file_->data().write(0, table_header(schema_, after));
+    file_->set_geometry(after);
+    if (buffer.memory != nullptr) file_->write({&buffer, 1});
+    file_->sync();
+  } catch (...) {
+    // Files longer than the manifest says are cut when the store is opened; here as much as possible is undone, and the first
+    // error reported.
+    file_->set_geometry(before);
+    if (buffer.memory != nullptr) file_->seal(last);
+    try {
+      file_->data().write(0, table_header(schema_, before));
+      file_->ledger().resize(before.pages());
+      file_->data().resize(before.file_bytes());
+    } catch (const Error&) {
     }
+    throw;
   }
   entry_.geometry = after;
+}
+
+void TableImpl::shrink(std::uint64_t rows) {
+  release_hot();
+  // The manifest has the new number of rows already: it is what counts from here on, whatever fails below.
+  entry_.geometry.rows = rows;
+  const Geometry& after = entry_.geometry;
+  file_->set_geometry(after);
+  // The last page is shorter than it was: so is what its checksum covers.
+  if (rows % after.rows_per_page != 0 && file_->ledger().written(after.pages() - 1)) file_->seal(after.pages() - 1);
+  file_->ledger().resize(after.pages());
+  file_->data().write(0, table_header(schema_, after));
+  file_->data().resize(after.file_bytes());
   file_->sync();
 }
 
@@ -324,11 +346,15 @@ std::string table_header(const Schema& schema, const Geometry& geometry) {
 }
 
 void TableImpl::set_share(const MemoryShare& share) {
-  const std::unique_lock lock(rows_);
   if (share == share_) return;
+  if (hot_ && writable()) hot_->flush();
+  if (!share.checksums) file_->ledger().drop_checksums();
+  release_hot();
   share_ = share;
+}
+
+void TableImpl::release_hot() noexcept {
   if (!hot_) return;
-  if (writable()) hot_->flush();
   const HotPages::Counts counts = hot_->counts();
   past_.hits += counts.hits;
   past_.misses += counts.misses;
@@ -340,23 +366,19 @@ void TableImpl::set_share(const MemoryShare& share) {
 
 void TableImpl::close() noexcept {
   const std::unique_lock lock(rows_);
-  hot_ready_ = nullptr;
-  pinned_ = {};
-  hot_.reset();
+  release_hot();
   file_.reset();
 }
 
 std::filesystem::path TableImpl::data_path() const { return entry_.adopted ? *entry_.adopted : core_->path / (name_ + ".npy"); }
 
 std::uint64_t TableImpl::written_pages() const {
-  const std::shared_lock lock(rows_);
-  check_open();
+  const auto lock = side_by_side();
   return file_->ledger().count_written();
 }
 
 TableStats TableImpl::stats() const {
-  const std::shared_lock lock(rows_);
-  check_open();
+  const auto lock = side_by_side();
   TableStats stats;
   HotPages::Counts counts;
   {
@@ -382,9 +404,7 @@ TableStats TableImpl::stats() const {
   stats.rows_gathered = rows_gathered_;
   stats.rows_written = rows_written_;
   stats.page_bytes = entry_.geometry.page_bytes();
-  const std::uint64_t pages = entry_.geometry.pages();
-  stats.memory_bytes = PageLedger::bits_bytes(pages) + (share_.checksums ? PageLedger::checksum_bytes(pages) : 0) +
-                       stats.frames * (stats.page_bytes + HotPages::kFrameOverhead);
+  stats.memory_bytes = file_->ledger().memory_bytes() + stats.frames * (stats.page_bytes + HotPages::kFrameOverhead);
   return stats;
 }
 

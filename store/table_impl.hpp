@@ -59,14 +59,18 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // For the store. `entry` members that change (rows, optimizer, step) are read by entry().
   TableEntry entry() const;
   void set_optimizer(const Optimizer& optimizer);
-  // Keeps everybody else out while the lock lives: the commit of all tables is one moment. For the three below.
+  // Keeps everybody else out while the lock lives: the commit of all tables is one moment. For the members up to set_share().
   std::unique_lock<std::shared_mutex> stand_still();
   bool changed() const;         // since the last mark_committed()
   TableEntry flush_and_sync();  // dirty pages to the file, the file to the disk; the entry to record
   void mark_committed();
-  // Brings the files, and entry(), to `rows`. Everything was committed before.
-  void resize_files(std::uint64_t rows);
+  // More rows, fewer rows, in the files and in entry(). Everything is committed, UNCOMMITTED is set. After a failure grow()
+  // leaves the old number of rows, shrink() the new.
+  void grow(std::uint64_t rows);
+  void shrink(std::uint64_t rows);
+  // Takes effect at once: hot pages that do not fit the share are written and given up. After a failure the old share holds.
   void set_share(const MemoryShare& share);
+
   void close() noexcept;
 
   const std::string& name() const noexcept { return name_; }
@@ -79,11 +83,16 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void check_open() const;
 
  private:
+  // Locks rows_ and checks that the table is open. Throws ClosedError.
+  std::shared_lock<std::shared_mutex> side_by_side() const;
+  std::unique_lock<std::shared_mutex> alone() const;
   void check_writable() const;
   std::span<const std::uint64_t> checked_ids(std::span<const std::int64_t> ids) const;  // throws RowIdError; rows_ must be held
   void check_size(std::uint64_t ids, std::uint64_t bytes, std::uint64_t row_bytes, std::string_view what) const;
   void check_gradient_dtype(DType dtype) const;
-  HotPages& hot();                                        // made at first use
+  HotPages& hot();  // made at first use
+  void release_hot() noexcept;
+  void keep_checksums();  // if the share has room for them: from then on every page read is verified
   StepScalars next_step(std::optional<double> lr) const;  // throws InvalidArgument for an lr that cannot be
   void pages_of(std::span<const std::uint64_t> ids, std::vector<std::uint64_t>& pages) const;
   std::byte* record(const HotPages& hot, std::uint64_t id, std::uint32_t frame) const;
@@ -93,9 +102,9 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void for_passes(const Batch& batch, Access access, const std::function<void(std::uint64_t, std::span<std::byte* const>)>& body);
   void gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
 
-  // Fetches `bytes` of every record of the batch, lets `change` work on them, and writes them back.
+  // Fetches `bytes` of every record of the batch, lets `change` work on them, writes them back, and calls `done`.
   void change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
-                     const std::function<void(CudaEngine&, CudaBatch&)>& change);
+                     const std::function<void(CudaEngine&, CudaBatch&)>& change, const std::function<void()>& done);
 
   // As for_passes, but over the pages of a device batch.
   void for_device_passes(CudaBatch& batch, Access access, CudaStream stream,

@@ -41,13 +41,13 @@ void check_range(std::string_view name, std::uint64_t first, std::uint64_t count
 }  // namespace
 
 void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field_name) {
-  const std::shared_lock lock(rows_);
-  check_open();
+  const auto lock = side_by_side();
   const Field& field = schema_.field(field_name);
   const Geometry& geometry = entry_.geometry;
   check_range(name_, first, count, geometry.rows);
   check_size(count, out.size(), field.bytes, "room for rows");
   if (count == 0) return;
+  keep_checksums();
   ScanBuffer scratch(geometry);
   std::vector<std::uint64_t> pages;
   std::vector<std::uint32_t> frames;
@@ -84,14 +84,14 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
 }
 
 void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field_name) {
-  const std::unique_lock lock(rows_);
-  check_open();
+  const auto lock = alone();
   check_writable();
   const Field& field = schema_.field(field_name);
   const Geometry& geometry = entry_.geometry;
   check_range(name_, first, count, geometry.rows);
   check_size(count, rows.size(), field.bytes, "rows");
   if (count == 0) return;
+  keep_checksums();
   ScanBuffer scratch(geometry);
   std::vector<std::uint64_t> pages;
   std::vector<std::uint32_t> frames;
@@ -134,8 +134,7 @@ void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const 
 }
 
 void TableImpl::materialize(const Progress& progress) {
-  const std::unique_lock lock(rows_);
-  check_open();
+  const auto lock = alone();
   check_writable();
   const Geometry& geometry = entry_.geometry;
   ScanBuffer scratch(geometry);
@@ -153,8 +152,7 @@ void TableImpl::materialize(const Progress& progress) {
 }
 
 VerifyReport TableImpl::verify(const Progress& progress) {
-  const std::unique_lock lock(rows_);
-  check_open();
+  const auto lock = alone();
   if (hot_ && writable()) hot_->flush();
   const Geometry& geometry = entry_.geometry;
   const PageLedger& ledger = file_->ledger();
@@ -197,15 +195,9 @@ VerifyReport TableImpl::verify(const Progress& progress) {
 
 void TableImpl::reseal() {
   const std::unique_lock lock(rows_);
-  const Geometry& geometry = entry_.geometry;
-  ScanBuffer scratch(geometry);
-  for (std::uint64_t page = 0; page < geometry.pages(); ++page) {
-    if (!file_->ledger().written(page)) continue;
-    const std::span<std::byte> bytes(scratch.page(0), geometry.bytes_in(page));
-    file_->data().read(geometry.offset_of(page), bytes);
-    file_->ledger().record(page, page_checksum(bytes));
-  }
-  file_->ledger().flush();
+  for (std::uint64_t page = 0; page < entry_.geometry.pages(); ++page)
+    if (file_->ledger().written(page)) file_->seal(page);
+  file_->sync();
 }
 
 }  // namespace embermap

@@ -32,7 +32,8 @@ int convert(const Arguments& arguments, const Common& common) {
   require_regular_file(source.file);
   check_destination(destination, source.file, options.overwrite);
   check_source_is_whole(source, common.memory / 4);
-  const std::unique_ptr<RowReader> reader = open_source(source, to, as, arguments.allow_external);
+  const std::unique_ptr<RowReader> reader = 
+      open_rows_as(source, to, {.dtype = as, .allow_external = arguments.allow_external});
   TransferResult result{.source = arguments.source,
                         .destination = arguments.destination,
                         .rows = reader->rows(),

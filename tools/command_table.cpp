@@ -37,32 +37,40 @@ void commit_what_there_is(Store& store) noexcept {
 int materialize(const Arguments& arguments, const Common& common) {
   const TablePath path = find_store_or_table(arguments.path);
   Store store = open_writable(path.store, common);
-  const std::vector<std::string> names = path.table.empty() ? store.tables() : std::vector<std::string>{path.table};
   Json tables = Json::array();
-  std::string text;
-  for (const std::string& name : names) {
-    Table table = store.table(name);
-    const std::uint64_t before = table.written_pages();
+  std::string text, broken;
+  for (const std::string& name : chosen_tables(store, path.table)) {
+    std::optional<Table> table;
     try {
-      ProgressLine line("materialize " + name, table.geometry().page_bytes(), common.quiet);
-      table.materialize(line.callback());
+      table = store.table(name);
+    } catch (const Error& error) {  // the others are written all the same
+      tables.push_back(broken_table_json(name, error.what()));
+      text += fmt::format("{}: {}\n", printable(name), error.what());
+      broken += fmt::format("{}'{}': {}", broken.empty() ? "" : "; ", printable(name), error.what());
+      continue;
+    }
+    const std::uint64_t before = table->written_pages();
+    try {
+      ProgressLine line("materialize " + name, table->geometry().page_bytes(), common.quiet);
+      table->materialize(line.callback());
     } catch (...) {
       // The pages written so far hold the rows they always stood for: with them committed, the store is whole and the rest can
       // follow.
       commit_what_there_is(store);
       throw;
     }
-    const std::uint64_t pages = table.written_pages() - before;
-    tables.push_back(table_json(table));
+    const std::uint64_t pages = table->written_pages() - before;
+    tables.push_back(table_json(*table));
     tables.back()["pages_made"] = pages;
     text += fmt::format("{}: {} pages written, all {} are in the file\n", printable(name), grouped(pages),
-                        grouped(table.geometry().pages()));
+                        grouped(table->geometry().pages()));
   }
   store.close();
   if (common.json)
-    print_json({{"path", json_text(path.store.native())}, {"tables", std::move(tables)}});
+    print_json({{"path", json_text(path.store.native())}, {"ok", broken.empty()}, {"tables", std::move(tables)}});
   else if (!common.quiet)
     print(text);
+  if (!broken.empty()) throw CorruptError(fmt::format("{}: not materialised: {}", printable(path.store), broken));
   return kDone;
 }
 
@@ -114,24 +122,28 @@ int resize(const Arguments& arguments, const Common& common) {
 int remove(const Arguments& arguments, const Common& common) {
   const TablePath path = parse_table_path(arguments.path);
   Store store = open_writable(path.store, common);
-  Json json;
-  std::string kept;
-  {
+  chosen_tables(store, path.table);
+  Json json{{"name", json_text(path.table)}, {"store", json_text(path.store.native())}};
+  std::string what;
+  try {
     const Table table = store.table(path.table);
-    json = {{"name", json_text(path.table)},
-            {"store", json_text(path.store.native())},
-            {"rows", table.rows()},
-            {"dim", table.dim()},
-            {"file", json_text(table.file().native())},
-            {"file_kept", table.adopted()}};
-    if (table.adopted()) kept = fmt::format("; its file {} stays", printable(table.file()));
+    json.update({{"rows", table.rows()},
+                 {"dim", table.dim()},
+                 {"file", json_text(table.file().native())},
+                 {"file_kept", table.adopted()},
+                 {"error", nullptr}});
+    if (table.adopted()) what = fmt::format("; its file {} stays", printable(table.file()));
+  } catch (const Error& error) {  // a broken table can be removed, but not described
+    for (const char* unknown : {"rows", "dim", "file", "file_kept"}) json[unknown] = nullptr;
+    json["error"] = json_text(error.what());
+    what = fmt::format("; it was broken: {}", error.what());
   }
   store.remove(path.table);
   store.close();
   if (common.json)
     print_json(json);
   else if (!common.quiet)
-    print(fmt::format("{}: removed{}\n", printable(path.text()), kept));
+    print(fmt::format("{}: removed{}\n", printable(path.text()), what));
   return kDone;
 }
 

@@ -3,12 +3,12 @@
 
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "base/error.hpp"
 #include "store/store.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
+#include "tools/describe_store.hpp"
 #include "tools/paths.hpp"
 #include "tools/progress.hpp"
 
@@ -47,17 +47,21 @@ int verify(const Arguments& arguments, const Common& common) {
   Store store = Store::open(
       path.store,
       StoreOptions{.mode = StoreOptions::Mode::kRead, .memory = common.memory, .accept_unclean = arguments.accept_unclean});
-  const std::vector<std::string> names = path.table.empty() ? store.tables() : std::vector<std::string>{path.table};
   Json tables = Json::array();
   std::string text;
   std::uint64_t bad_pages = 0;
-  std::string bad_tables;
-  for (const std::string& name : names) {
-    Table table = store.table(name);
+  std::string bad_tables, broken_tables;
+  for (const std::string& name : chosen_tables(store, path.table)) {
     VerifyReport report;
-    {
+    try {
+      Table table = store.table(name);
       ProgressLine line("verify " + name, table.geometry().page_bytes(), common.quiet);
       report = table.verify(line.callback());
+    } catch (const Error& error) {  // the others are verified all the same
+      tables.push_back(broken_table_json(name, error.what()));
+      text += fmt::format("{}: {}\n", printable(name), error.what());
+      broken_tables += fmt::format("{}'{}': {}", broken_tables.empty() ? "" : "; ", printable(name), error.what());
+      continue;
     }
     tables.push_back(report_json(name, report));
     text += fmt::format("{}: {} of {} pages written, {} verified, {} bad\n", printable(name), grouped(report.written),
@@ -67,17 +71,21 @@ int verify(const Arguments& arguments, const Common& common) {
     bad_pages += report.bad_pages;
     bad_tables += fmt::format("{}'{}' rows {}", bad_tables.empty() ? "" : "; ", printable(name), row_ranges(report, 10));
   }
+  const bool ok = bad_pages == 0 && broken_tables.empty();
   if (common.json)
     print_json({{"path", json_text(path.store.native())},
                 {"commit", store.commit_number()},
-                {"ok", bad_pages == 0},
+                {"ok", ok},
                 {"bad_pages", bad_pages},
                 {"tables", std::move(tables)}});
   else if (!common.quiet)
     print(text);
-  if (bad_pages == 0) return kDone;
-  throw CorruptError(
-      fmt::format("{}: {} bad {}: {}", printable(path.store), grouped(bad_pages), bad_pages == 1 ? "page" : "pages", bad_tables));
+  if (ok) return kDone;
+  std::string summary = printable(path.store);
+  if (bad_pages > 0)
+    summary += fmt::format(": {} bad {}: {}", grouped(bad_pages), bad_pages == 1 ? "page" : "pages", bad_tables);
+  if (!broken_tables.empty()) summary += fmt::format(": not verified: {}", broken_tables);
+  throw CorruptError(summary);
 }
 
 }  // namespace

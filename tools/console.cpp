@@ -84,7 +84,7 @@ std::string json_text(std::string_view bytes) {
 
 std::string grouped(std::uint64_t number) {
   std::string text = fmt::format("{}", number);
-  for (std::size_t end = text.size(); end > 3; end -= 3) text.insert(end - 3, ",");
+  for (std::size_t end = text.size(); end > 3; end -= 3) text.insert(end - 3, 1, ',');
   return text;
 }
 

@@ -192,6 +192,16 @@ Json table_json(const Table& table) {
   return json;
 }
 
+Json broken_table_json(const std::string& name, const std::string& error) {
+  return {{"kind", "table"}, {"name", json_text(name)}, {"error", json_text(error)}};
+}
+
+std::vector<std::string> chosen_tables(Store& store, const std::string& name) {
+  if (name.empty()) return store.tables();
+  if (!store.contains(name)) store.table(name);  // says which there are
+  return {name};
+}
+
 Json describe_store(const std::filesystem::path& path, std::uint64_t memory) {
   Opened opened = open_to_look(path, memory);
   Json tables = Json::array();
@@ -199,7 +209,7 @@ Json describe_store(const std::filesystem::path& path, std::uint64_t memory) {
     try {
       tables.push_back(table_json(opened.store.table(name)));
     } catch (const Error& broken) {  // the others are described all the same
-      tables.push_back({{"kind", "table"}, {"name", json_text(name)}, {"error", broken.what()}});
+      tables.push_back(broken_table_json(name, broken.what()));
     }
   }
   Json json{{"kind", "store"}, {"path", json_text(path.native())}};

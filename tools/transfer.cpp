@@ -6,32 +6,11 @@
 #include <utility>
 
 #include "base/checked.hpp"
-#include "base/error.hpp"
 #include "io/convert.hpp"
 #include "tools/arguments.hpp"
 #include "tools/console.hpp"
 
 namespace embermap::tools {
-
-std::unique_ptr<RowReader> open_source(const Location& location, std::optional<DType> to, std::optional<DType> as,
-                                       bool allow_external) {
-  const auto open_as = [&](std::optional<DType> dtype) {
-    return open_rows(location, ReadOptions{.dtype = dtype, .allow_external = allow_external});
-  };
-  if (as.has_value() || to != DType::kBFloat16) return open_as(as);
-  try {
-    return open_as({});
-  } catch (const DTypeError&) {
-    // The bytes may be bfloat16 that the file cannot name. If they are not, the first reason is the one to tell.
-    std::unique_ptr<RowReader> reader;
-    try {
-      reader = open_as(to);
-    } catch (const DTypeError&) {
-    }
-    if (reader == nullptr) throw;
-    return reader;
-  }
-}
 
 ConvertingReader::ConvertingReader(RowReader& source, DType to, std::uint64_t memory) : source_{source} {
   rows_ = source.rows();
@@ -49,13 +28,7 @@ void ConvertingReader::read(std::uint64_t first, std::uint64_t count, std::byte*
     const std::uint64_t piece = std::min(piece_rows_, count - done);
     buffer_.resize(std::max<std::size_t>(buffer_.size(), piece * row_bytes));
     source_.read(first + done, piece, buffer_.data());
-    const std::uint64_t good = try_convert_elements(source_.dtype(), buffer_.data(), dtype_,
-                                                    out + done * dim_ * item_size(dtype_), piece * dim_, report_);
-    if (good < piece * dim_)
-      throw DTypeError(
-          fmt::format("{}: {} (row {}, column {})", source_.description(),
-                      conversion_failure(source_.dtype(), buffer_.data() + good * item_size(source_.dtype()), dtype_),
-                      first + done + good / dim_, good % dim_));
+    convert_rows(source_, first + done, piece, buffer_.data(), dtype_, out + done * dim_ * item_size(dtype_), report_);
     done += piece;
   }
 }

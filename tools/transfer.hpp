@@ -1,10 +1,8 @@
-// What import, export and convert share: opening a source, converting, reporting.
+// What import, export and convert share: converting, reporting.
 #pragma once
 
 #include <cstddef>
 #include <filesystem>
-#include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,11 +10,6 @@
 #include "tools/command.hpp"
 
 namespace embermap::tools {
-
-// Opens rows to be copied as `to` (nothing: as they are). Bytes that may be several dtypes (V2, opaque) are `as` if that is
-// given; a `to` of bfloat16 names them too.
-std::unique_ptr<RowReader> open_source(const Location& location, std::optional<DType> to, std::optional<DType> as,
-                                       bool allow_external);
 
 // `source` with its values converted to `to` as they are read. For stores, which import what a reader gives.
 class ConvertingReader final : public RowReader {

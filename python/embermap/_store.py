@@ -263,7 +263,8 @@ class Store:
             optimizer: one of `embermap.optim`; its state begins as in a new table.
             page_bytes: as for create.
             allow_external: let an HDF5 file refer to raw files in its own folder.
-            progress: called with (done, total) rows; may raise to stop.
+            progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
+                must not use the store or its tables: they wait for this call to end.
 
         Raises: FileNotFoundError, FormatError, NotFoundError (no such dataset), TypeError (dtype
         that does not fit), FileExistsError (table), OSError.
@@ -411,13 +412,16 @@ def open(  # noqa: A001
     Args:
         path: the directory.
         mode: "a" opens it for reading and writing, and makes it if the path is free or an empty
-            directory; "r+" opens one that exists; "r" reads it, without a lock, as it was at the
-            last commit. One process may have a store open for writing, any number for reading.
+            directory; "r+" opens one that exists; "r" reads it, without a lock. One process may
+            have a store open for writing, any number for reading. A reader sees the last commit
+            before it opened for as long as no writer changes the store: pages are rewritten in
+            place. Reading one that no longer matches the checksum known since the opening raises
+            CorruptError, which says so: open the store again.
         memory: for the hot pages of all tables and what belongs to them: bytes, or "8GiB".
         device: CUDA device whose tensors tables take and give: "cuda", "cuda:1", a number, a
             torch.device; None: host memory only.
-        threads: for copies, optimizer steps and reads; 0 takes what the process may use, at most
-            16.
+        threads: for copies and optimizer steps; 0 takes what the process may use, at most 16.
+            Reads have 16 threads of their own.
         accept_unclean: take the tables as they are after a session that ended while it was writing
             pages, where they may hold a mix of the last commit and later rows.
 

@@ -146,7 +146,11 @@ class Table:
 
     @property
     def path(self) -> Path:
-        """The .npy file. `numpy.load(path, mmap_mode="r")` reads what has been committed."""
+        """The .npy file, for `numpy.load(path, mmap_mode="r")`.
+
+        It holds what has been committed, until a writer changes the store: pages are rewritten in
+        place. Pages that were never written are zeros there (see `materialize`).
+        """
         return self._live.file
 
     @property
@@ -283,7 +287,11 @@ class Table:
             )
 
     def prefetch(self, ids: Any) -> None:
-        """Bring the pages of these rows into memory, as many as fit, for a batch to come.
+        """Read the pages of these rows into memory, for a batch to come, while the caller goes on.
+
+        A hint: at most half of the table's frames are filled, only the 4 newest calls of a store
+        wait for their turn, and errors while reading are dropped: the call that needs the rows
+        meets them again.
 
         Raises: RowIdError, TypeError.
         """
@@ -413,12 +421,19 @@ class Table:
         """Write every page that was never written, so that the file alone holds all rows. Commits.
 
         Args:
-            progress: called with (done, total) pages from time to time; may raise to stop.
+            progress: called with (done, total) pages from time to time; may raise to stop, and
+                Ctrl-C stops there. It must not use the store or its tables: they wait for this
+                call to end.
         """
         self._live.materialize(progress)
 
     def verify(self, *, progress: Progress | None = None) -> dict[str, Any]:
         """Compare every page in the file with its checksum.
+
+        Args:
+            progress: called with (done, total) pages from time to time; may raise to stop, and
+                Ctrl-C stops there. It must not use the store or its tables: they wait for this
+                call to end.
 
         Returns a dict: "ok", "pages" (of the table), "written" (pages in the file), "verified"
         (pages whose checksum was compared), "bad_pages", and "bad", a list of the first 1,000
@@ -458,7 +473,8 @@ class Table:
             overwrite: replace what is there (otherwise FileExistsError).
             dtype: convert to this dtype; None keeps the field's.
             gzip: compression level 0 to 9, HDF5 only; None writes contiguous.
-            progress: called with (done, total) rows; may raise to stop.
+            progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
+                must not use the store or its tables, which may wait for this call to end.
 
         A file of the store itself, or one a table has adopted, is refused (ValueError).
 

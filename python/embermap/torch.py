@@ -2,12 +2,13 @@
 
     embedding = em.torch.Embedding(table)           # where nn.Embedding would stand
     optimizer = em.torch.Optimizer([embedding])     # beside the optimizer of the dense part
+    optimizer.zero_grad()
     loss = criterion(model(embedding(ids)), target)
     loss.backward()
     optimizer.step()
 
 Nothing of the size of the table is ever made: a backward pass keeps the ids and gradients of its
-batch, and step() gives them to `Table.update`. Weights, optimizer state and step count live in the
+batch, step() gives them to `Table.update`, and zero_grad() drops them. Weights, optimizer state and step count live in the
 table and are made durable by `store.commit()`; `state_dict()` of the module or the optimizer does
 not hold them.
 """
@@ -15,7 +16,9 @@ not hold them.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, overload
 
@@ -29,16 +32,68 @@ from ._table import Table
 __all__ = ["Embedding", "Optimizer"]
 
 
+@dataclasses.dataclass
+class _Batch:
+    """The gradient of one look-up: row i of `grads`, (n, dim), belongs to the row `ids[i]`."""
+
+    ids: Tensor
+    grads: Tensor
+    backward: int  # the backward pass it comes from, by torch's number
+
+
+class _Pending:
+    """The gradients of one module.
+
+    They live as long as the anchor's gradient is there. In the middle of a backward pass it is not
+    yet: the gradients of several look-ups arrive before the anchor's. So they count from when their
+    pass has reached the anchor; those of a pass that failed before never do.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # backward passes may run in several threads at once
+        self._batches: list[_Batch] = []
+        self._arriving: list[_Batch] = []
+
+    def append(self, anchor: Tensor, ids: Tensor, grads: Tensor) -> None:
+        """From within a backward pass."""
+        with self._lock:
+            if anchor.grad is None:
+                self._batches.clear()
+            self._arriving.append(_Batch(ids, grads, torch._C._current_graph_task_id()))
+
+    def settle(self) -> None:
+        """From within a backward pass: it has given the anchor its gradient."""
+        backward = torch._C._current_graph_task_id()
+        with self._lock:
+            self._batches += [batch for batch in self._arriving if batch.backward == backward]
+            self._arriving = [batch for batch in self._arriving if batch.backward != backward]
+
+    def batches(self, anchor: Tensor) -> list[_Batch]:
+        """What counts, for a step: no backward pass is under way."""
+        if anchor.grad is None:
+            self.drop()
+        with self._lock:
+            self._arriving.clear()
+            return list(self._batches)
+
+    def drop(self) -> None:
+        with self._lock:
+            self._batches.clear()
+            self._arriving.clear()
+
+
 class _Lookup(torch.autograd.Function):
     """Rows of a table as a function of nothing but the anchor, which makes them part of a graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, embedding: Embedding) -> Tensor:
+        rows = embedding._rows(ids)
         ctx.embedding = embedding
         ctx.anchor_like = anchor.detach()
-        ctx.save_for_backward(ids)
+        # A copy: between here and the optimizer's step the caller may refill the buffer it gave.
+        ctx.save_for_backward(ids.detach().to(torch.int64, copy=True).reshape(-1))
         ctx.set_materialize_grads(False)
-        return embedding._rows(ids)
+        return rows
 
     @staticmethod
     @once_differentiable
@@ -46,9 +101,12 @@ class _Lookup(torch.autograd.Function):
         if grad is None:
             return None, None, None
         (ids,) = ctx.saved_tensors
-        # The very tensor is kept, not a view of it: autograd then knows that it is shared, and
-        # gives a copy to whoever else wants to own it.
-        ctx.embedding._pending.append((ids, grad.detach().clone() if grad.requires_grad else grad))
+        embedding: Embedding = ctx.embedding
+        # A copy as well: the caller's own tensor, a retained gradient or another parameter's may
+        # lie in the same memory.
+        dense = grad.detach() if grad.layout == torch.strided else grad.detach().to_dense()
+        grads = dense.reshape(-1, embedding.table.dim).clone(memory_format=torch.contiguous_format)
+        embedding._pending.append(embedding.anchor, ids, grads)
         return torch.zeros_like(ctx.anchor_like), None, None
 
 
@@ -61,8 +119,11 @@ class Embedding(nn.Module):
 
     The only parameter is `anchor`, one zero, through which the rows belong to the graph; it does
     not change. `requires_grad_(False)` on the module freezes the table. Gradients do not appear in
-    a `.grad` but wait in the module until `Optimizer.step()` uses them or `zero_grad()` (of that
-    optimizer, or of any module or optimizer that sets the anchor's gradient to None) drops them.
+    a `.grad`: each backward pass adds its ids and their gradients to what waits in the module for
+    `Optimizer.step()`, and `zero_grad()` drops them: that of the optimizer or of this module, or of
+    any module or optimizer that sets the anchor's gradient to None, as they do by default (with
+    `set_to_none=False` those others leave them). Both are copied: tensors of ids and of gradients
+    may be overwritten as soon as forward, or backward, has returned.
 
     `state_dict()` holds the anchor, not the table: rows and their optimizer state are kept by
     `store.commit()`. Double backward is not supported, nor is `torch.amp.GradScaler` (train in
@@ -84,7 +145,8 @@ class Embedding(nn.Module):
             raise TypeError(f"table {table.name!r} is of {table._dtype}; gradients need floats")
         self.table = table
         self.anchor = nn.Parameter(torch.zeros(1, dtype=dtype, device=device or "cpu"))
-        self._pending: list[tuple[Tensor, Tensor]] = []
+        self._pending = _Pending()
+        self._watched: weakref.ref[Tensor] | None = None  # the anchor that tells of its gradient
 
     @property
     def num_embeddings(self) -> int:
@@ -102,6 +164,7 @@ class Embedding(nn.Module):
         if not isinstance(ids, Tensor):
             raise TypeError(f"ids must be a tensor of integers, not {type(ids).__name__}")
         if torch.is_grad_enabled() and self.anchor.requires_grad:
+            self._watch()
             result: Tensor = _Lookup.apply(self.anchor, ids, self)  # type: ignore[no-untyped-call]
             return result
         return self._rows(ids)
@@ -113,22 +176,48 @@ class Embedding(nn.Module):
         rows: Tensor = self.table.gather(ids)
         return rows
 
-    def _take_pending(self) -> tuple[Tensor, Tensor] | None:
-        """Ids (n,) and gradients (n, dim) of all backward passes, kept until `_drop_pending`."""
-        if self.anchor.grad is None:
-            self._pending.clear()  # someone has zeroed the gradients of all parameters
-        if not self._pending:
-            return None
-        device = self._pending[0][0].device
-        ids = [i.reshape(-1).to(device=device, dtype=torch.int64) for i, _ in self._pending]
-        grads = [g.reshape(-1, self.table.dim).to(device) for _, g in self._pending]
-        if len(ids) == 1:
-            return ids[0], grads[0]
-        return torch.cat(ids), torch.cat(grads)
-
-    def _drop_pending(self) -> None:
-        self._pending.clear()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait. Both values of `set_to_none` do the same."""
+        self._pending.drop()
         self.anchor.grad = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies begin without gradients, as those of parameters do, and watch their own anchor.
+        own = ("_pending", "_watched")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._pending = _Pending()
+        self._watched = None
+
+    def _watch(self) -> None:
+        """Have the anchor tell of its gradient; it is another one after some kinds of loading."""
+        anchor = self.anchor
+        if (self._watched is not None and self._watched() is anchor) or not anchor.is_leaf:
+            return
+        module = weakref.ref(self)
+
+        def settle(_: Tensor) -> None:
+            alive = module()
+            if alive is not None:
+                alive._pending.settle()
+
+        anchor.register_post_accumulate_grad_hook(settle)
+        self._watched = weakref.ref(anchor)
+
+    def _gradients(self) -> tuple[Tensor, Tensor] | None:
+        """Ids (n,) and gradients (n, dim) of all backward passes since they were dropped last."""
+        batches = self._pending.batches(self.anchor)
+        if not batches:
+            return None
+        if len(batches) == 1:
+            return batches[0].ids, batches[0].grads
+        device = batches[0].ids.device
+        return (
+            torch.cat([batch.ids.to(device) for batch in batches]),
+            torch.cat([batch.grads.to(device) for batch in batches]),
+        )
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -139,9 +228,9 @@ class Optimizer(torch.optim.Optimizer):
     group says at a step is what the table's optimizer becomes, and what a commit keeps.
 
     `step()` calls `Table.update` once for each embedding with the gradients of all backward passes
-    since the last step, those of an id summed, and **uses them up**: a loop without `zero_grad()`
-    does not add old gradients to new ones. An embedding without gradients is left alone; its step
-    does not count. `zero_grad()` drops what waits.
+    since `zero_grad()`, those of an id summed. As everywhere in torch they stay until then: a
+    second `step()` applies them again, and a loop without `zero_grad()` adds new ones to old ones.
+    An embedding without gradients is left alone; its step does not count.
 
     `state_dict()` holds the groups: hyperparameters and `step`, the table's count of updates.
     `load_state_dict()` sets the hyperparameters, and warns where the step differs from the table's:
@@ -207,7 +296,9 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update each table with the gradients that wait; returns what `closure` returns.
+        """Update each table with the gradients that wait, and keep them; see `zero_grad`.
+
+        Returns what `closure` returns.
 
         Args:
             closure: computes the loss and its gradients again, called first.
@@ -222,22 +313,21 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group, embedding in zip(self.param_groups, self._embeddings, strict=True):
-            pending = embedding._take_pending()
-            if pending is None:
+            gradients = embedding._gradients()
+            if gradients is None:
                 continue
             table = embedding.table
             optimizer = _optimizer_of(group, table)
             if optimizer != table.optimizer:
                 table.optimizer = optimizer
-            table.update(*pending)
-            embedding._drop_pending()
+            table.update(*gradients)
             group["step"] = table.step
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait."""
+        """Drop the gradients that wait. Both values of `set_to_none` do the same."""
         for embedding in self._embeddings:
-            embedding._drop_pending()
+            embedding.zero_grad()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the hyperparameters of the groups from what `state_dict()` gave.

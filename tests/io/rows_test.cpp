@@ -1,6 +1,10 @@
 #include "io/rows.hpp"
 
+#include <atomic>
+#include <chrono>
 #include <numeric>
+#include <optional>
+#include <thread>
 
 #include "io/npy.hpp"
 #include "tests/io/test_folder.hpp"
@@ -314,6 +318,176 @@ TEST_F(RowsTest, ProgressMayStopTheCopy) {
     EXPECT_THROW(copy_rows(*reader, *writer, DType::kFloat32, 8, [](std::uint64_t, std::uint64_t) { throw Stop(); }), Stop);
   }
   EXPECT_THAT(names(), ElementsAre("in.npy"));
+}
+
+// Rows 0, 1, 2, ... (or as `value` says), read and written in memory, in blocks of `unit`; says which thread came for them, and
+// whether reader and writer were at work together.
+struct Work {
+  std::atomic<bool> reading{false}, writing{false}, together{false};
+  bool slow = false;                     // both sides wait a while for each other
+  std::vector<std::thread::id> readers;  // one a block
+  std::uint64_t largest = 0;             // rows of a block
+
+  void meet(const std::atomic<bool>& other) {
+    for (int i = 0; i < 200 && slow && !other; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (other) together = true;
+  }
+};
+
+class CountingReader final : public RowReader {
+ public:
+  CountingReader(Work& work, std::uint64_t rows, std::uint64_t unit) : work_{work}, unit_{unit} {
+    rows_ = rows;
+    dim_ = 1;
+  }
+  std::string description() const override { return "numbers"; }
+  std::uint64_t block_rows() const override { return unit_; }
+  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
+    work_.reading = true;
+    work_.readers.push_back(std::this_thread::get_id());
+    work_.largest = std::max(work_.largest, count);
+    if (fails_at >= first && fails_at < first + count) throw IoError(EIO, "read", "numbers");
+    for (std::uint64_t i = 0; i < count; ++i) {
+      const float value = first + i == half_at ? 0.5F : static_cast<float>(first + i);
+      std::memcpy(out + 4 * i, &value, 4);
+    }
+    work_.meet(work_.writing);
+    work_.reading = false;
+  }
+  std::uint64_t fails_at = UINT64_MAX, half_at = UINT64_MAX;
+
+ private:
+  Work& work_;
+  std::uint64_t unit_;
+};
+
+class CollectingWriter final : public RowWriter {
+ public:
+  explicit CollectingWriter(Work& work) : work_{work} {}
+  void write(std::uint64_t count, const std::byte* rows) override {
+    work_.writing = true;
+    threads.push_back(std::this_thread::get_id());
+    if (fails_at < count_ + count) throw IoError(ENOSPC, "write", "collected");
+    count_ += count;
+    work_.meet(work_.reading);
+    bytes.insert(bytes.end(), rows, rows + count * 4);
+    work_.writing = false;
+  }
+  void finish() override {}
+  std::vector<std::byte> bytes;
+  std::vector<std::thread::id> threads;
+  std::uint64_t fails_at = UINT64_MAX;
+
+ private:
+  Work& work_;
+  std::uint64_t count_ = 0;
+};
+
+TEST(CopyRows, TheNextBlockIsReadWhileOneIsWritten) {
+  Work work;
+  CountingReader reader(work, 10'007, 1000);
+  work.slow = true;
+  CollectingWriter writer(work);
+  std::vector<std::uint64_t> done;
+  std::vector<std::thread::id> told;
+  copy_rows(reader, writer, DType::kFloat32, 2 * 4 * 1000, [&](std::uint64_t now, std::uint64_t total) {
+    EXPECT_EQ(total, 10'007U);
+    done.push_back(now);
+    told.push_back(std::this_thread::get_id());
+  });
+  EXPECT_THAT(done, ElementsAre(1000, 2000, 3000, 4000, 5000, 6000, 7000, 8000, 9000, 10'000, 10'007));
+  EXPECT_THAT(told, ::testing::Each(std::this_thread::get_id()));
+  EXPECT_THAT(writer.threads, ::testing::Each(std::this_thread::get_id()));
+  EXPECT_THAT(work.readers, ::testing::Each(::testing::AllOf(::testing::Ne(std::this_thread::get_id()), work.readers.front())));
+  EXPECT_TRUE(work.together);
+  ASSERT_EQ(writer.bytes.size(), 4U * 10'007);
+  for (std::uint64_t i = 0; i < 10'007; ++i) {
+    float value = 0;
+    std::memcpy(&value, writer.bytes.data() + 4 * i, 4);
+    ASSERT_EQ(value, static_cast<float>(i));
+  }
+}
+
+TEST(CopyRows, BlocksStayWithinTheMemory) {
+  struct Case {
+    std::uint64_t memory, block;
+    bool ahead;
+  };
+  // float32: 4 bytes a row in, as int64 8 out. Two blocks take 8, or 4 + 2 * 8; where they are not of 1000 rows, one at a time.
+  for (const auto& [memory, block, ahead] : {Case{8000, 1000, true}, Case{7999, 1000, false}, Case{4000, 1000, false},
+                                             Case{3999, 999, false}, Case{15'999, 1000, true}, Case{16'000, 2000, true}}) {
+    Work work;
+    CountingReader reader(work, 10'000, 1000);
+    CollectingWriter writer(work);
+    copy_rows(reader, writer, DType::kFloat32, memory, {});
+    EXPECT_EQ(work.largest, block) << memory;
+    EXPECT_EQ(work.readers.front() != std::this_thread::get_id(), ahead) << memory;
+  }
+  for (const auto& [memory, block, ahead] :
+       {Case{20'000, 1000, true}, Case{19'999, 1000, false}, Case{12'000, 1000, false}, Case{11'999, 999, false}}) {
+    Work work;
+    CountingReader reader(work, 10'000, 1000);
+    CollectingWriter writer(work);
+    copy_rows(reader, writer, DType::kInt64, memory, {});
+    EXPECT_EQ(work.largest, block) << memory;
+    EXPECT_EQ(work.readers.front() != std::this_thread::get_id(), ahead) << memory;
+  }
+}
+
+TEST(CopyRows, ErrorsOfEitherSideEndTheCopyWithTheRowsBeforeThem) {
+  for (const std::uint64_t at : {0U, 999U, 1000U, 5500U, 9999U}) {
+    Work work;
+    CountingReader reader(work, 10'000, 1000);
+    CollectingWriter writer(work);
+    std::uint64_t done = 0;
+    const Progress progress = [&](std::uint64_t now, std::uint64_t) { done = now; };
+    const auto copy = [&](DType to) { copy_rows(reader, writer, to, 20'000, progress); };
+    reader.fails_at = at;
+    EXPECT_THAT(error_of<IoError>([&] { copy(DType::kFloat32); }), HasSubstr("numbers")) << at;
+    EXPECT_LE(done, at);
+    EXPECT_EQ(writer.bytes.size(), 4 * done);
+    EXPECT_GT(done + 2000, at) << "rows before the error were not written";
+
+    reader.fails_at = UINT64_MAX;
+    reader.half_at = at;
+    EXPECT_THAT(error_of<DTypeError>([&] { copy(DType::kInt32); }),
+                HasSubstr("row " + std::to_string(at) + ", column 0"));
+
+    reader.half_at = UINT64_MAX;
+    CollectingWriter full(work);
+    full.fails_at = at;
+    reader.fails_at = at + 1000;  // read ahead
+    EXPECT_THAT(error_of<IoError>([&] { copy_rows(reader, full, DType::kFloat32, 8000, {}); }), HasSubstr("collected"));
+    EXPECT_EQ(full.bytes.size(), at / 1000 * 4000);
+  }
+}
+
+TEST(CopyRows, ProgressStopsACopyThatReadsAhead) {
+  struct Stop {};
+  Work work;
+  CountingReader reader(work, 10'000, 1000);
+  CollectingWriter writer(work);
+  EXPECT_THROW(copy_rows(reader, writer, DType::kFloat32, 8000,
+                         [](std::uint64_t done, std::uint64_t) {
+                           if (done == 3000) throw Stop();
+                         }),
+               Stop);
+  EXPECT_EQ(writer.bytes.size(), 4U * 3000);
+  EXPECT_LE(work.readers.size(), 4U);
+}
+
+TEST_F(RowsTest, RowsOpenedAsTheirNewDtype) {
+  make_npy("raw.npy", "'|V2'", "False", "(1, 2)", std::string_view("\x80\x3f\x00\x40", 4));
+  make_npy("f.npy", "'<f4'", "False", "(1, 1)", std::string(4, '\0'));
+  make_npy("u.npy", "'<u4'", "False", "(1, 1)", std::string(4, '\0'));
+  EXPECT_EQ(open_rows_as(location("raw.npy"), DType::kBFloat16)->dtype(), DType::kBFloat16);
+  EXPECT_EQ(open_rows_as(location("raw.npy"), DType::kFloat32, {.dtype = DType::kBFloat16})->dtype(), DType::kBFloat16);
+  EXPECT_EQ(open_rows_as(location("f.npy"), DType::kBFloat16)->dtype(), DType::kFloat32);
+  EXPECT_EQ(open_rows_as(location("f.npy"), {})->dtype(), DType::kFloat32);
+  for (const std::optional<DType> to : {std::optional<DType>(), std::optional(DType::kFloat32)})
+    EXPECT_THAT(error_of<DTypeError>([&] { open_rows_as(location("raw.npy"), to); }), HasSubstr("say so"));
+  EXPECT_THROW(open_rows_as(location("f.npy"), DType::kBFloat16, {.dtype = DType::kBFloat16}), DTypeError);
+  EXPECT_THAT(error_of<DTypeError>([&] { open_rows_as(location("u.npy"), DType::kBFloat16); }), HasSubstr("u4"));
 }
 
 TEST_F(RowsTest, CopyOverItsOwnSource) {

@@ -179,12 +179,11 @@ TEST_F(HotPagesTest, FlushWritesDirtyPagesAndKeepsThem) {
   hot.flush();
   EXPECT_EQ(hot.counts().dirty, 0U);
   EXPECT_EQ(hot.counts().resident, 2U);
-  hot.drop_all();
-  EXPECT_EQ(hot.counts().resident, 0U);
+  HotPages fresh(*file_, 4, pool_);
   std::uint64_t page = 2;
   std::uint32_t frame = 0;
-  const auto hold = hot.hold({&page, 1}, {&frame, 1}, Access::kRead);
-  EXPECT_EQ(value(hot, frame), 2.5F);
+  const auto hold = fresh.hold({&page, 1}, {&frame, 1}, Access::kRead);
+  EXPECT_EQ(value(fresh, frame), 2.5F);
 }
 
 TEST_F(HotPagesTest, HeldPagesAreNotEvicted) {

@@ -313,6 +313,7 @@ TEST_F(TableTest, VerifyNamesTheRowsOfDamagedPages) {
   ASSERT_EQ(report.bad_pages, 1U);
   EXPECT_EQ(report.bad[0].first_row, 48U);
   EXPECT_EQ(report.bad[0].last_row, 55U);
+  EXPECT_THROW(read_all(open(100'000'000, StoreOptions::Mode::kRead).table("t")), CorruptError) << "scans verify too";
   EXPECT_THROW(gather(store.table("t"), {50}), CorruptError);
   EXPECT_EQ(gather(store.table("t"), {47})[0], 0.0F);
 }

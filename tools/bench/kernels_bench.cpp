@@ -1,5 +1,5 @@
 // The CPU kernels against plain loops on the same threads: rows of random places of a table larger than the caches.
-//   kernels_bench --benchmark_filter=gather
+//   embermap_bench --benchmark_filter=kernels/
 // Every benchmark checks its result before it is timed. Bytes per second count what a caller gets (gather: the rows once; step:
 // gradients read, records read and written), so that 'memcpy loop' and ours can be read side by side.
 #include <benchmark/benchmark.h>
@@ -151,27 +151,30 @@ void adagrad_step(benchmark::State& state) {
 
 // Arguments: bytes of a row, MiB of output, threads.
 BENCHMARK(gather_by_memcpy)
+    ->Name("kernels/gather_by_memcpy")
     ->ArgsProduct({{64, 512, 1200, 4096}, {1, 64}, {1, 2}})
     ->ArgNames({"row_bytes", "MiB", "threads"})
     ->UseRealTime();
 BENCHMARK(gather)
+    ->Name("kernels/gather")
     ->ArgsProduct({{64, 512, 1200, 4096}, {1, 64}, {1, 2}})
     ->ArgNames({"row_bytes", "MiB", "threads"})
     ->UseRealTime();
 BENCHMARK(scatter)
+    ->Name("kernels/scatter")
     ->ArgsProduct({{64, 512, 1200, 4096}, {1, 64}, {1, 2}})
     ->ArgNames({"row_bytes", "MiB", "threads"})
     ->UseRealTime();
 BENCHMARK(batch)
+    ->Name("kernels/batch")
     ->ArgsProduct({{4096, 131072, 1048576}, {20, 30, 62}, {1, 2}})
     ->ArgNames({"ids", "id_bits", "threads"})
     ->UseRealTime();
 BENCHMARK(adagrad_step)
+    ->Name("kernels/adagrad_step")
     ->ArgsProduct({{16, 128}, {131072}, {1, 4}, {1, 2}})
     ->ArgNames({"dim", "ids", "ids_per_row", "threads"})
     ->UseRealTime();
 
 }  // namespace
 }  // namespace embermap
-
-BENCHMARK_MAIN();

@@ -101,10 +101,10 @@ void gather(benchmark::State& state, std::uint64_t memory) {
   state.counters["page_hits"] = static_cast<double>(after.hits - before.hits) / std::max(wanted, 1.0);
 }
 
-void BM_GatherHot(benchmark::State& state) { gather(state, 2 * kTableBytes); }
-void BM_GatherCold(benchmark::State& state) { gather(state, kTableBytes / 10); }
+void gather_hot(benchmark::State& state) { gather(state, 2 * kTableBytes); }
+void gather_cold(benchmark::State& state) { gather(state, kTableBytes / 10); }
 
-void BM_UpdateAdagradHot(benchmark::State& state) {
+void update_adagrad_hot(benchmark::State& state) {
   const Axes axes(state);
   const ScratchStore scratch;
   auto store = embermap::Store::open(scratch.path(), {.memory = 4 * kTableBytes});
@@ -125,7 +125,7 @@ void BM_UpdateAdagradHot(benchmark::State& state) {
   state.SetBytesProcessed(state.iterations() * axes.batch_bytes());
 }
 
-void BM_CreateBillionRows(benchmark::State& state) {
+void create_billion_rows(benchmark::State& state) {
   for (auto _ : state) {
     const ScratchStore scratch;
     auto store = embermap::Store::open(scratch.path());
@@ -135,9 +135,9 @@ void BM_CreateBillionRows(benchmark::State& state) {
 }
 
 const std::vector<std::vector<std::int64_t>> kAxes{{1'024, 131'072}, {16, 128}};
-BENCHMARK(BM_GatherHot)->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
-BENCHMARK(BM_GatherCold)->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
-BENCHMARK(BM_UpdateAdagradHot)->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
-BENCHMARK(BM_CreateBillionRows)->Unit(benchmark::kMillisecond)->UseRealTime();
+BENCHMARK(gather_hot)->Name("tables/gather_hot")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(gather_cold)->Name("tables/gather_cold")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(update_adagrad_hot)->Name("tables/update_adagrad_hot")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(create_billion_rows)->Name("tables/create_billion_rows")->Unit(benchmark::kMillisecond)->UseRealTime();
 
 }  // namespace

@@ -391,12 +391,81 @@ def test_resize(cli: Embermap, tmp_path: Path) -> None:
 def test_remove(cli: Embermap, tmp_path: Path) -> None:
     cli.ok("create", "t/x", *SHAPE, cwd=tmp_path)
     cli.ok("create", "t/y", *SHAPE, cwd=tmp_path)
-    cli.ok("remove", "t/x", cwd=tmp_path)
+    removed = cli.ok("remove", "t/x", "--json", cwd=tmp_path).json
+    assert (removed["rows"], removed["file_kept"], removed["error"]) == (1000, False, None)
     assert [t["name"] for t in cli.info(tmp_path / "t")["tables"]] == ["y"]
     assert not any(p.name.startswith("x.") for p in (tmp_path / "t").iterdir())
     cli.fails("remove", "t/x", cwd=tmp_path, says=["'x'"])
     cli.fails("remove", "u/x", cwd=tmp_path, says=["u"])
     assert not (tmp_path / "u").exists()
+
+
+def break_table(folder: Path, how: str) -> str:
+    """Breaks the table b of the store t; returns what an error about it names."""
+    if how == "no data":
+        (folder / "t" / "b.npy").unlink()
+        return "b.npy"
+    if how == "cut data":
+        os.truncate(folder / "t" / "b.npy", 4096 + 100)
+        return "b.npy"
+    if how == "no pages":
+        (folder / "t" / "b.pages").unlink()
+        return "b.pages"
+    assert how == "no adopted file"
+    (folder / "own.npy").unlink()
+    return "own.npy"
+
+
+@pytest.mark.parametrize("how", ["no data", "cut data", "no pages", "no adopted file"])
+def test_a_broken_table_leaves_the_others_usable_and_can_be_removed(
+    cli: Embermap, tmp_path: Path, how: str
+) -> None:
+    rows = random_rows(1000, 16)
+    np.save(tmp_path / "own.npy", rows)
+    cli.ok("create", "t/a", *SHAPE, "--init", "normal", cwd=tmp_path)
+    place = ["--in-place"] if how == "no adopted file" else []
+    cli.ok("import", "own.npy", "t/b", *place, cwd=tmp_path)
+    cli.ok("create", "t/c", *SHAPE, "--init", "normal", cwd=tmp_path)
+    names_it = break_table(tmp_path, how)
+
+    def check(tables: Any) -> None:
+        assert [t["name"] for t in tables] == ["a", "b", "c"]
+        assert names_it in tables[1]["error"]
+        assert "error" not in tables[0] and "error" not in tables[2]
+
+    check(cli.info("t", cwd=tmp_path)["tables"])
+    assert names_it in cli.ok("info", "t", cwd=tmp_path).out
+    cli.fails("info", "t/b", cwd=tmp_path, says=[names_it])
+
+    result = cli.fails("verify", "t", "--json", cwd=tmp_path, says=["'b'", names_it])
+    assert (result.json["ok"], result.json["bad_pages"]) == (False, 0)
+    check(result.json["tables"])
+    lines = cli.fails("verify", "t", cwd=tmp_path, says=[names_it]).out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["a", "b", "c"]
+    assert names_it in lines[1]
+    cli.fails("verify", "t/b", cwd=tmp_path, says=[names_it])
+    cli.ok("verify", "t/c", cwd=tmp_path)
+
+    result = cli.fails("materialize", "t", "--json", cwd=tmp_path, says=["'b'", names_it])
+    assert result.json["ok"] is False
+    check(result.json["tables"])
+    assert [t["pages_made"] for t in result.json["tables"] if "error" not in t] == [16, 16]
+    lines = cli.fails("materialize", "t", cwd=tmp_path, says=[names_it]).out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["a", "b", "c"]
+    cli.fails("materialize", "t/b", cwd=tmp_path, says=[names_it])
+    for name in "ac":
+        assert cli.info(tmp_path / "t" / name)["materialised"] == 1.0
+        assert np.load(tmp_path / "t" / f"{name}.npy").all()
+
+    removed = cli.ok("remove", "t/b", "--json", cwd=tmp_path).json
+    assert (removed["name"], removed["rows"], removed["file"]) == ("b", None, None)
+    assert names_it in removed["error"]
+    assert not any(p.name.startswith("b.") for p in (tmp_path / "t").iterdir())
+    assert [t["name"] for t in cli.info("t", cwd=tmp_path)["tables"]] == ["a", "c"]
+    assert cli.ok("verify", "t", "--json", cwd=tmp_path).json["ok"] is True
+    assert cli.ok("materialize", "t", "--json", cwd=tmp_path).json["ok"] is True
+    cli.ok("import", "t/a.npy", "t/b", cwd=tmp_path)
+    assert break_table(tmp_path, "no pages") in cli.ok("remove", "t/b", cwd=tmp_path).out
 
 
 @pytest.mark.parametrize("command", ["verify", "materialize", "recover", "info"])
