@@ -175,23 +175,13 @@ Table create_table(Store& store, std::string_view name, std::uint64_t rows, std:
   return store.create(name, options);
 }
 
-// A dtype is first what the rows are to become; where the file alone does not say what its bytes are, it says that, too.
-std::unique_ptr<RowReader> open_source(const Location& location, std::optional<DType> dtype, bool allow_external) {
-  try {
-    return open_rows(location, {.dtype = std::nullopt, .allow_external = allow_external});
-  } catch (const DTypeError&) {
-    if (!dtype) throw;
-  }
-  return open_rows(location, {.dtype = dtype, .allow_external = allow_external});
-}
-
 Table import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const Optimizer& optimizer,
                   std::uint64_t page_bytes, bool allow_external, const nb::object& callback) {
   const Location location = parse_location({source.c_str(), source.size()});
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
   const nb::gil_scoped_release release;
-  const auto reader = open_source(location, wanted, allow_external);
+  const auto reader = open_rows_as(location, wanted, {.dtype = std::nullopt, .allow_external = allow_external});
   TableOptions options;
   options.dtype = wanted.value_or(reader->dtype());
   options.optimizer = optimizer;

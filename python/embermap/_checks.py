@@ -22,10 +22,19 @@ def numbers(options: Any) -> None:
 
 
 def number(value: object, name: str) -> float:
-    """`value` as a float; a NumPy scalar or a tensor of one element will do."""
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+    """`value` as a float; an array or a tensor of one element will do."""
+    plain: Any = value
+    if hasattr(value, "item"):
+        try:
+            plain = value.item()
+        except (TypeError, ValueError, RuntimeError):  # of several elements, by library
+            plain = None
+    if isinstance(plain, bool | str | bytes) or not hasattr(plain, "__float__"):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    return float(value)
+    try:
+        return float(plain)
+    except OverflowError:
+        raise ValueError(f"{name} is too large: {value!r}") from None
 
 
 def integer(value: object, name: str, *, most: int = 2**63 - 1) -> int:

@@ -161,8 +161,8 @@ class Store:
         for name in core.tables():
             try:
                 used = core.table(name).file.resolve()
-            except (ValueError, OSError):
-                continue  # a broken table; its own file is in the store's directory
+            except Exception:
+                continue  # a broken table, or one that was removed just now
             if resolved == used:
                 raise ValueError(f"{str(file)!r} is the file of table {name!r}")
 
@@ -415,8 +415,8 @@ def open(  # noqa: A001
             directory; "r+" opens one that exists; "r" reads it, without a lock. One process may
             have a store open for writing, any number for reading. A reader sees the last commit
             before it opened for as long as no writer changes the store: pages are rewritten in
-            place. Reading one that no longer matches the checksum known since the opening raises
-            CorruptError, which says so: open the store again.
+            place. Reading one that changed since raises CorruptError, which says so, where
+            `memory` has room for the checksums of pages: open the store again.
         memory: for the hot pages of all tables and what belongs to them: bytes, or "8GiB".
         device: CUDA device whose tensors tables take and give: "cuda", "cuda:1", a number, a
             torch.device; None: host memory only.

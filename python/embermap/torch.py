@@ -8,9 +8,9 @@
     optimizer.step()
 
 Nothing of the size of the table is ever made: a backward pass keeps the ids and gradients of its
-batch, step() gives them to `Table.update`, and zero_grad() drops them. Weights, optimizer state and step count live in the
-table and are made durable by `store.commit()`; `state_dict()` of the module or the optimizer does
-not hold them.
+batch, step() gives them to `Table.update`, and zero_grad() drops them. Weights, optimizer state
+and step count live in the table and are made durable by `store.commit()`; `state_dict()` of the
+module or the optimizer does not hold them.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Embedding(nn.Module):
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._pending = _Pending()
         self._watched = None
 
@@ -203,7 +203,7 @@ class Embedding(nn.Module):
             if alive is not None:
                 alive._pending.settle()
 
-        anchor.register_post_accumulate_grad_hook(settle)
+        anchor.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
         self._watched = weakref.ref(anchor)
 
     def _gradients(self) -> tuple[Tensor, Tensor] | None:

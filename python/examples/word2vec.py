@@ -11,6 +11,7 @@ through 64 MiB of memory. The training loop is an ordinary one of PyTorch,
     loss = skip_gram_loss(vectors(tokens), contexts(ids), ...)
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
 
 and it takes text of your own:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import re
 from pathlib import Path
 
@@ -346,16 +347,19 @@ def test_a_table_cut_short_is_found(path):
         store.create("t", rows=5_000, dim=2)[:] = 1
     file = path / "t.npy"
     os.truncate(file, 8_192)
-    with pytest.raises(em.FormatError, match=r"t\.npy"):
-        em.open(path, mode="r")
+    with (
+        em.open(path, mode="r") as store,
+        pytest.raises(em.FormatError, match=r"t\.npy.*4096 of 40000 bytes"),
+    ):
+        store["t"]
 
 
 def test_a_missing_table_file_is_an_oserror_with_its_name(path):
     with em.open(path) as store:
         store.create("t", rows=5, dim=2)
     (path / "t.npy").unlink()
-    with pytest.raises(FileNotFoundError) as caught:
-        em.open(path, mode="r")
+    with em.open(path, mode="r") as store, pytest.raises(FileNotFoundError) as caught:
+        store["t"]
     assert caught.value.errno == errno.ENOENT
     assert caught.value.filename == str(path / "t.npy")
     assert str(caught.value).count("t.npy") == 1
@@ -591,3 +595,89 @@ def test_resizing(path):
         with pytest.raises(ValueError, match="rows"):
             table.resize(-1)
     assert np.load(Path(path, "t.npy"), mmap_mode="r").shape == (1_000, 3)
+
+
+# --- broken tables --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["r+", "r"])
+@pytest.mark.parametrize(
+    ("suffix", "damage", "error"),
+    [
+        (".npy", "delete", FileNotFoundError),
+        (".npy", "truncate", em.FormatError),
+        (".pages", "delete", FileNotFoundError),
+        (".pages", "truncate", em.FormatError),
+    ],
+)
+def test_a_broken_table_leaves_the_others_usable(path, tmp_path, suffix, damage, error, mode):
+    with em.open(path) as store:
+        for number, name in enumerate(("a", "bad", "c")):
+            store.create(name, rows=1_000, dim=4, optimizer=em.optim.SGD(1.0))[:] = number
+    file = path / f"bad{suffix}"
+    if damage == "delete":
+        file.unlink()
+    else:
+        os.truncate(file, file.stat().st_size // 2)
+    with em.open(path, mode=mode) as store:
+        for _ in range(2):
+            with pytest.raises(error, match=f"bad{re.escape(suffix)}"):
+                store["bad"]
+        assert "bad" in store
+        assert store.tables() == store.keys() == list(store) == ["a", "bad", "c"]
+        assert len(store) == 3
+        assert "tables=3" in repr(store)
+        for number, name in ((0, "a"), (2, "c")):
+            table = store[name]
+            assert (table[:] == number).all()
+            assert table.verify()["ok"]
+            table.export(tmp_path / f"{name}.npy")
+            assert (np.load(tmp_path / f"{name}.npy") == number).all()
+        again = pickle.loads(pickle.dumps(store["c"]))
+        assert (again[5] == 2).all()
+        again._store.close()
+        with pytest.raises(ValueError, match="store's own directory"):
+            store["a"].export(path / "bad.npy", overwrite=True)
+        if mode == "r":
+            with pytest.raises(PermissionError):
+                store.remove("bad")
+            return
+        store["a"].update([1], [[1.0] * 4])
+        store.commit()
+        with pytest.raises(FileExistsError):
+            store.create("bad", rows=1, dim=1)
+    with em.open(path) as store:  # a commit does not lose it
+        assert (store["a"][1] == -1).all()
+        with pytest.raises(error):
+            store["bad"]
+        store.remove("bad")
+        assert "bad" not in store
+        assert store.tables() == ["a", "c"]
+        assert not list(path.glob("bad*"))
+        with pytest.raises(em.NotFoundError):
+            store["bad"]
+        store.create("bad", rows=1, dim=1)[0] = 7
+    with em.open(path, mode="r") as store:
+        assert store["bad"][0].tolist() == [7]
+        assert (store["c"][:] == 2).all()
+
+
+def test_an_adopted_table_whose_file_is_gone(path, tmp_path):
+    file = tmp_path / "x.npy"
+    np.save(file, np.ones((10, 2), np.float32))
+    with em.open(path) as store:
+        store.adopt("bad", file)
+        store.create("t", rows=3, dim=2)
+    file.rename(tmp_path / "y.npy")
+    with em.open(path) as store:
+        with pytest.raises(FileNotFoundError) as caught:
+            store["bad"]
+        assert caught.value.filename == str(file)
+        store["t"].export(tmp_path / "z.npy")
+    (tmp_path / "y.npy").rename(file)
+    with em.open(path) as store:  # it is as good as before
+        assert (store["bad"][:] == 1).all()
+    file.unlink()
+    with em.open(path) as store:
+        store.remove("bad")
+        assert store.tables() == ["t"]

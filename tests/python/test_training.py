@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from fractions import Fraction
+
 import embermap as em
 import numpy as np
 import pytest
@@ -107,7 +111,18 @@ def test_an_update_that_is_refused_changes_nothing(store):
         (lambda: table.update([1.0, 2.0], ones), TypeError),
         (lambda: table.update([1, 2], ones.astype(np.float64)), TypeError),
         (lambda: table.update([1, 2], ones, lr=-1), ValueError),
+        (lambda: table.update([1, 2], ones, lr=-1e-300), ValueError),
+        (lambda: table.update([1, 2], ones, lr=np.float32("nan")), ValueError),
+        (lambda: table.update([1, 2], ones, lr=float("inf")), ValueError),
+        (lambda: table.update([1, 2], ones, lr=10**400), ValueError),
         (lambda: table.update([1, 2], ones, lr="fast"), TypeError),
+        (lambda: table.update([1, 2], ones, lr=True), TypeError),
+        (lambda: table.update([1, 2], ones, lr=np.bool_(True)), TypeError),
+        (lambda: table.update([1, 2], ones, lr=1j), TypeError),
+        (lambda: table.update([1, 2], ones, lr=np.complex64(1)), TypeError),
+        (lambda: table.update([1, 2], ones, lr=[0.1]), TypeError),
+        (lambda: table.update([1, 2], ones, lr=np.array([0.1, 0.2])), TypeError),
+        (lambda: table.update([1, 10], ones, lr=0.5), em.RowIdError),
         (lambda: untrained.update([1, 2], ones), ValueError),
         (lambda: untrained.update([1, 2], ones, lr=0.1), ValueError),
     ):
@@ -132,11 +147,90 @@ def test_a_learning_rate_for_one_step(store):
     table = store.create("t", rows=4, dim=1, optimizer=em.optim.SGD(1.0, momentum=0.5))
     table.update([0], [[1.0]], lr=0.25)
     assert table.optimizer == em.optim.SGD(1.0, momentum=0.5)
+    assert table[0].tolist() == [-0.25]
     table.update([0], [[1.0]])
     assert table[0].tolist() == [-0.25 - 1.5]
-    with pytest.raises(em.RowIdError):
-        table.update([4], [[1.0]], lr=0.25)
+    table.update([0], [[1.0]], lr=0)  # moves the momentum alone
+    assert table[0].tolist() == [-0.25 - 1.5]
+    assert table.read(0, 1, field="momentum_buffer").tolist() == [[1.75]]
+    assert table.step == 3
     assert table.optimizer == em.optim.SGD(1.0, momentum=0.5)
+
+
+def test_a_learning_rate_for_one_step_decays_like_the_optimizers_own(store):
+    make = {"rows": 3, "dim": 2, "init": em.init.Normal(), "seed": 1}
+    one = store.create("one", optimizer=em.optim.Adagrad(0.5, lr_decay=0.3), **make)
+    two = store.create("two", optimizer=em.optim.Adagrad(0.125, lr_decay=0.3), **make)
+    for _ in range(3):
+        one.update([0, 2], np.ones((2, 2), np.float32), lr=0.125)
+        two.update([0, 2], np.ones((2, 2), np.float32))
+    assert one[:].tobytes() == two[:].tobytes()
+    assert one.optimizer.lr == 0.5
+
+
+def test_kinds_of_learning_rates(store):
+    torch = pytest.importorskip("torch")
+    table = store.create("t", rows=4, dim=1, optimizer=em.optim.SGD(1.0))
+    kinds = (
+        0.5,
+        np.float64(0.5),
+        np.float16(0.5),
+        np.array(0.5),
+        np.array([[0.5]], np.float32),
+        Fraction(1, 2),
+        torch.tensor(0.5),
+        torch.tensor([0.5], dtype=torch.float64, requires_grad=True),
+    )
+    for lr in kinds:
+        table.update([0], [[1.0]], lr=lr)
+    assert table[0].tolist() == [-0.5 * len(kinds)]
+    table.update([1], [[1.0]], lr=np.int8(2))
+    assert table[1].tolist() == [-2]
+    with pytest.raises(TypeError, match="lr must be a number"):
+        table.update([0], [[1.0]], lr=torch.ones(2))
+
+
+def test_a_learning_rate_for_one_step_is_never_seen_by_others(path):
+    """Commits and steps beside such steps know the optimizer's own only."""
+    own, other = em.optim.SGD(1.0), em.optim.SGD(2.0)
+    grads = np.ones((100, 1), np.float32)
+    recorded = set()
+    steps = [0, 0, 0]
+    failed = []
+    with em.open(path, threads=1) as store:
+        table = store.create("t", rows=100, dim=1, optimizer=own)
+        ended = threading.Event()
+
+        def update(number):
+            try:
+                while not ended.is_set():
+                    table.update(range(100), grads, lr=0.25)
+                    steps[number] += 1
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=update, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(60):
+                store.commit()
+                manifest = json.loads((path / "embermap.json").read_text())
+                recorded.add(manifest["tables"]["t"]["optimizer"]["lr"])
+                recorded.add(table.optimizer.lr)
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+        assert not failed
+        assert recorded == {own.lr}
+        assert table.optimizer == own
+        table.optimizer = other  # a change that is meant to stay
+        table.update(range(100), grads, lr=0.25)
+    with em.open(path, mode="r") as store:
+        assert store["t"].optimizer == other
+        assert store["t"].step == sum(steps) + 1
+        assert (store["t"][:] == -0.25 * (sum(steps) + 1)).all()
 
 
 def test_hyperparameters_can_be_changed_and_are_kept(path):
