@@ -95,7 +95,8 @@ class Hdf5ThreadsTest : public testing::FolderTest {
   }
 
   Location file(int thread, std::string_view selector = "") const {
-    return parse_location(at("x" + std::to_string(thread) + ".h5").string() + std::string(selector));
+    constexpr std::array kNames{"0.h5", "1.h5", "2.h5", "3.h5"};
+    return parse_location(at(kNames.at(static_cast<std::size_t>(thread))).string() + std::string(selector));
   }
 };
 
