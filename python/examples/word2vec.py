@@ -443,7 +443,15 @@ def pick_device(choice: str) -> torch.device:
 
 
 def rehearse(batch: Batch, dim: int, weights: torch.Tensor, negatives: int) -> None:
-    """One step of the same shapes without a store, so that what it takes is known beforehand."""
+    """One step of the same shapes without a store, so that what it takes is known beforehand.
+
+    With an optimizer of PyTorch's own, whose first step loads some 80 MiB of code.
+    """
+    stand_in = torch.nn.Embedding(1, dim, device=weights.device)
+    optimizer = torch.optim.Adagrad(stand_in.parameters())
+    stand_in(torch.zeros(1, dtype=torch.int64, device=weights.device)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     tokens = batch.tokens.numel()
     vectors = torch.rand(*batch.tokens.shape, dim, device=weights.device, requires_grad=True)
     contexts = torch.rand(len(batch.context_ids), dim, device=weights.device, requires_grad=True)

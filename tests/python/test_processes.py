@@ -99,7 +99,10 @@ def test_a_child_that_leaves_the_block_does_not_commit(path):
 def test_a_child_ends_in_the_ordinary_way(path, run_python):
     """Not by os._exit: with destructors, and threads that exist in the parent only."""
     code = """
-        import os, sys, embermap as em
+        import os, sys, warnings, embermap as em
+
+        # From 3.12 Python warns of any fork beside threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
         store = em.open(sys.argv[1], threads=3)
         table = store.create("t", rows=1000, dim=4)
         table[:] = 1
