@@ -1,7 +1,10 @@
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
+#include <optional>
 #include <system_error>
 #include <vector>
 
@@ -10,6 +13,7 @@
 #include "base/size_text.hpp"
 #include "io/formats.hpp"
 #include "io/hdf5.hpp"
+#include "io/lock.hpp"
 
 namespace embermap {
 namespace {
@@ -42,13 +46,30 @@ std::string dataset_path(const Location& location) {
   return path;
 }
 
+bool same_inode(const struct stat& a, const struct stat& b) { return a.st_dev == b.st_dev && a.st_ino == b.st_ino; }
+
+// Whoever has a file open may change it in place; whoever adds a dataset as we do puts another file in its place.
+bool unchanged(const struct stat& a, const struct stat& b) {
+  return same_inode(a, b) && a.st_size == b.st_size && a.st_mtim.tv_sec == b.st_mtim.tv_sec && a.st_mtim.tv_nsec == b.st_mtim.tv_nsec;
+}
+
+std::optional<struct stat> status_of(const std::filesystem::path& file) {
+  struct stat status {};
+  if (::stat(file.c_str(), &status) == 0) return status;
+  if (errno == ENOENT) return std::nullopt;
+  throw IoError(errno, "stat", file);
+}
+
+// The rows go into a copy of the file, which takes its place when it is complete. Others may do the same meanwhile: finish() finds
+// out, and then copies the finished dataset into a copy of what is there by then.
 class Hdf5RowWriter final : public RowWriter {
  public:
   // `existing`: the file is there, and everything in it but the dataset is kept.
   Hdf5RowWriter(const Location& location, const std::string& path, bool existing, std::uint64_t rows, std::uint64_t dim,
                 DType dtype, const WriteOptions& options)
       : path_{path},
-        source_{existing ? File::open(location.file, File::Mode::kRead) : File()},
+        adds_{!location.selector.empty()},
+        overwrite_{options.overwrite},
         temporary_{TemporaryFile::create(location.file, existing || options.overwrite)},
         count_{fmt::format("{}:{}", printable(location.file), printable(path)), rows},
         dim_{dim},
@@ -56,7 +77,7 @@ class Hdf5RowWriter final : public RowWriter {
         type_{file_type(dtype)} {
     const Session quiet;
     if (existing) {
-      add_to(options);
+      file_ = copy_of_target(temporary_);
     } else {
       const PropertyId access = writing_access();
       file_ = FileId{H5Fcreate(temporary_.file().path().c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access.id())};
@@ -77,18 +98,21 @@ class Hdf5RowWriter final : public RowWriter {
 
   void finish() override {
     count_.finish();
-    const Session quiet;
-    flush();
-    if (H5Fflush(file_.id(), H5F_SCOPE_LOCAL) < 0 || !dataset_.close() || !file_.close()) fail("cannot finish");
-    if (source_.is_open()) {
-      // Another program may have put a dataset of its own in, which the copy does not have.
-      struct stat now {};
-      const struct stat then = source_.status();
-      if (::stat(temporary_.target().c_str(), &now) != 0 || now.st_ino != then.st_ino || now.st_dev != then.st_dev ||
-          then.st_size != source_status_.st_size || then.st_mtim.tv_sec != source_status_.st_mtim.tv_sec ||
-          then.st_mtim.tv_nsec != source_status_.st_mtim.tv_nsec)
-        throw AlreadyExists(fmt::format("{} was changed by someone else while {} was written; it is left as it is now",
+    {
+      const Session quiet;
+      flush();
+      if (H5Fflush(file_.id(), H5F_SCOPE_LOCAL) < 0 || !dataset_.close() || !file_.close()) fail("cannot finish");
+    }
+    temporary_.file().sync();  // the long part of commit(), before others have to wait
+    // Taken outside of a Session: its holder may need one. Not taken before: rows come as slowly as the caller likes, and may come
+    // to several writers of one file in turn.
+    const FolderLock alone(temporary_.target());
+    constexpr int kAttempts = 100;
+    for (int attempt = 0; adds_ && target_changed(); ++attempt) {
+      if (attempt == kAttempts)
+        throw AlreadyExists(fmt::format("{} was changed by someone else again and again while {} was written; it is left as it is now",
                                         printable(temporary_.target()), printable(path_)));
+      move_into_copy_of_target();
     }
     temporary_.commit();
   }
@@ -98,41 +122,79 @@ class Hdf5RowWriter final : public RowWriter {
     throw_last(temporary_.target(), fmt::format("{} {}", what, printable(path_)));
   }
 
-  // Copies the existing file and opens the copy.
-  void add_to(const WriteOptions& options) {
+  // Whether the file is another one than was copied, or one was made where none was.
+  bool target_changed() const {
+    const auto now = status_of(temporary_.target());
+    if (!source_.is_open()) return now.has_value();
+    if (!now)
+      throw NotFound(fmt::format("{} was removed by someone else while {} was written", printable(temporary_.target()),
+                                 printable(path_)));
+    return !unchanged(*now, source_status_);
+  }
+
+  // Throws unless the dataset may be put into the open file `old`. Returns whether it replaces one.
+  bool check_place(const FileId& old) const {
     const std::filesystem::path& target = temporary_.target();
-    {
-      const FileId old = open_for_reading(target);
-      for (std::size_t slash = path_.find('/', 1); slash != std::string::npos; slash = path_.find('/', slash + 1)) {
-        const std::string group = path_.substr(0, slash);
-        const ObjectKind kind = object_at(old.id(), target, group);
-        if (kind == ObjectKind::kNone) break;
-        if (kind != ObjectKind::kGroup)
-          throw InvalidArgument(fmt::format("{}:{}: {} is no group, so nothing can be put into it", printable(target),
-                                            printable(path_), printable(group)));
-      }
-      const ObjectKind kind = object_at(old.id(), target, path_);
-      if (kind == ObjectKind::kDataset && !options.overwrite)
-        throw AlreadyExists(fmt::format("{}:{} already exists", printable(target), printable(path_)));
-      if (kind == ObjectKind::kGroup || kind == ObjectKind::kOther)
-        throw AlreadyExists(
-            fmt::format("{}:{} already exists and is no dataset; it is not replaced", printable(target), printable(path_)));
-      replaces_ = kind == ObjectKind::kDataset;
+    for (std::size_t slash = path_.find('/', 1); slash != std::string::npos; slash = path_.find('/', slash + 1)) {
+      const std::string group = path_.substr(0, slash);
+      const ObjectKind kind = object_at(old.id(), target, group);
+      if (kind == ObjectKind::kNone) break;
+      if (kind != ObjectKind::kGroup)
+        throw InvalidArgument(fmt::format("{}:{}: {} is no group, so nothing can be put into it", printable(target),
+                                          printable(path_), printable(group)));
+    }
+    const ObjectKind kind = object_at(old.id(), target, path_);
+    if (kind == ObjectKind::kDataset && !overwrite_)
+      throw AlreadyExists(fmt::format("{}:{} already exists", printable(target), printable(path_)));
+    if (kind == ObjectKind::kGroup || kind == ObjectKind::kOther)
+      throw AlreadyExists(
+          fmt::format("{}:{} already exists and is no dataset; it is not replaced", printable(target), printable(path_)));
+    return kind == ObjectKind::kDataset;
+  }
+
+  // Copies the file that is there into `copy` and opens that, without a dataset in the place of ours. Remembers which file it was.
+  FileId copy_of_target(TemporaryFile& copy) {
+    const std::filesystem::path& target = temporary_.target();
+    bool replaces = false;
+    for (;;) {
+      source_ = File::open(target, File::Mode::kRead);
+      const FileId old = open_for_reading(target);  // its lock keeps other programs from writing while it is copied
       source_status_ = source_.status();
+      const auto now = status_of(target);
+      if (now && !same_inode(*now, source_status_)) continue;  // replaced between the two: each may have opened another file
+      replaces = check_place(old);
       const auto size = static_cast<std::uint64_t>(source_status_.st_size);
-      temporary_.file().reserve(size);
+      copy.file().reserve(size);
       std::vector<std::byte> block(std::min<std::uint64_t>(4_MiB, size));
       for (std::uint64_t at = 0; at < size; at += block.size()) {
         const auto part = std::span(block).first(std::min<std::uint64_t>(block.size(), size - at));
         source_.read(at, part);
-        temporary_.file().write(at, part);
+        copy.file().write(at, part);
       }
+      break;
     }
     const PropertyId access = writing_access();
-    file_ = FileId{H5Fopen(temporary_.file().path().c_str(), H5F_ACC_RDWR, access.id())};
-    if (!file_) throw_last(target, "cannot open the copy of");
+    FileId out{H5Fopen(copy.file().path().c_str(), H5F_ACC_RDWR, access.id())};
+    if (!out) throw_last(target, "cannot open the copy of");
     const PropertyId links = link_access(H5P_LINK_ACCESS);
-    if (replaces_ && H5Ldelete(file_.id(), path_.c_str(), links.id()) < 0) fail("cannot replace");
+    if (replaces && H5Ldelete(out.id(), path_.c_str(), links.id()) < 0) fail("cannot replace");
+    return out;
+  }
+
+  // The finished dataset, out of our file into a copy of the one that is there now, which becomes ours.
+  void move_into_copy_of_target() {
+    TemporaryFile newer = TemporaryFile::create(temporary_.target(), /*overwrite=*/true);
+    {
+      const Session quiet;
+      FileId to = copy_of_target(newer);
+      const PropertyId access = writing_access(), links{H5Pcreate(H5P_LINK_CREATE)};
+      FileId from{H5Fopen(temporary_.file().path().c_str(), H5F_ACC_RDONLY, access.id())};
+      if (!from || !links || H5Pset_create_intermediate_group(links.id(), 1) < 0 ||
+          H5Ocopy(from.id(), path_.c_str(), to.id(), path_.c_str(), H5P_DEFAULT, links.id()) < 0 ||
+          H5Fflush(to.id(), H5F_SCOPE_LOCAL) < 0 || !to.close() || !from.close())
+        fail("cannot copy");
+    }
+    temporary_ = std::move(newer);
   }
 
   void create_dataset(std::uint64_t rows, const WriteOptions& options) {
@@ -188,12 +250,12 @@ class Hdf5RowWriter final : public RowWriter {
   }
 
   std::string path_;
-  File source_;  // the existing file, if there is one to add to
+  bool adds_, overwrite_;  // adds_: to what is in the file; else the file is ours alone
+  File source_;            // the file that was copied, if there was one to add to
   struct stat source_status_ {};
   TemporaryFile temporary_;  // before the handles: they have to be closed when it is removed
   RowCount count_;
   std::uint64_t dim_, row_bytes_;
-  bool replaces_ = false;
   FileId file_;
   TypeId type_;
   SpaceId space_;

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <pthread.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -165,5 +166,28 @@ void WriterLock::release() noexcept {
 }
 
 void WriterLock::forget() noexcept { held_.reset(); }
+
+FolderLock::FolderLock(const std::filesystem::path& file) noexcept {
+  const std::string folder = file.has_parent_path() ? file.parent_path().string() : ".";
+  do fd_ = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  while (fd_ < 0 && errno == EINTR);
+  if (fd_ < 0) return;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+  // Asked again and again: a call that waits could not be given up.
+  while (::flock(fd_, LOCK_EX | LOCK_NB) != 0) {
+    if (errno == EINTR) continue;
+    if (errno != EWOULDBLOCK || std::chrono::steady_clock::now() > end) {
+      ::close(std::exchange(fd_, -1));
+      return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+FolderLock::~FolderLock() {
+  if (fd_ < 0) return;
+  ::flock(fd_, LOCK_UN);  // not by closing alone: a child that was forked meanwhile has the descriptor too
+  ::close(fd_);
+}
 
 }  // namespace embermap

@@ -1,4 +1,4 @@
-// The lock that keeps a store to one writer.
+// The lock that keeps a store to one writer, and the one under which files are exchanged.
 #pragma once
 
 #include <filesystem>
@@ -32,6 +32,26 @@ class WriterLock {
   struct Held;
   explicit WriterLock(std::unique_ptr<Held> held) noexcept;
   std::unique_ptr<Held> held_;
+};
+
+// Held for the moments in which a file is compared with what it was and replaced, so that of several that replace it none undoes
+// what another did: excludes other FolderLocks of the same folder, in this process and in others. A lock (flock) of the folder
+// itself, not of the file: the file is another one after each replacement, and other programs have locks of their own on it.
+//
+// A hint, not a promise: where the folder cannot be locked (file systems without locks, no permission to read it), or someone has
+// kept it locked for 30 s (a script that runs under `flock FOLDER`), it is not held. Never throws.
+class FolderLock {
+ public:
+  // Of the folder in which `file` is or will be. Waits.
+  explicit FolderLock(const std::filesystem::path& file) noexcept;
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+  ~FolderLock();  // releases
+
+  bool held() const noexcept { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
 };
 
 }  // namespace embermap

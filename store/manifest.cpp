@@ -169,6 +169,11 @@ TableEntry read_table(const Reader& reader) {
     reader.fail(fmt::format("has a stride of {} bytes for records of {}", g.stride, schema.record_bytes()));
   if (g.rows_per_page == 0 || checked_mul(g.rows_per_page, g.stride, text) > std::max(kMaxPageBytes, g.stride))
     reader.fail(fmt::format("has pages of {} rows of {} bytes", g.rows_per_page, g.stride));
+  // What a table's page size and record make of it, and nothing else: with other numbers pages would be taken for others.
+  const Geometry made = make_geometry(g.rows, schema.record_bytes(), schema.alignment(), schema.structured(), entry.page_bytes);
+  if (g.stride != made.stride || g.rows_per_page != made.rows_per_page)
+    reader.fail(fmt::format("has pages of {} rows of {} bytes; its records make {} of {}", g.rows_per_page, g.stride,
+                            made.rows_per_page, made.stride));
   if (!entry.adopted && g.data_offset != kDataOffset) reader.fail(fmt::format("has its data at byte {}", g.data_offset));
   const std::uint64_t end =
       checked_add(checked_add(checked_mul(g.rows, g.stride, text), g.data_offset, text), g.page_bytes(), text);
@@ -199,6 +204,7 @@ Manifest Manifest::load(const std::filesystem::path& store) {
   if (version == 0) top.fail("has version 0");
   Manifest manifest;
   manifest.commit = top.integer("commit");
+  if (manifest.commit >= 1ULL << 63) top.fail(fmt::format("has an impossible 'commit': {}", manifest.commit));
   const Json& tables = top.at("tables");
   if (!tables.is_object()) top.fail("has 'tables' that are no object");
   for (const auto& [name, value] : tables.items()) {

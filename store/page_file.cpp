@@ -87,7 +87,14 @@ void PageFile::read(std::span<PageBuffer> pages) {
   if (pages.empty()) return;
   sort_by_page(pages);
   std::vector<PageBuffer> written, fresh;
-  for (const PageBuffer& page : pages) (ledger_.written(page.page) ? written : fresh).push_back(page);
+  for (const PageBuffer& page : pages) {
+    const bool is_written = ledger_.written(page.page);
+    // A page has a checksum if and only if it was written: a bit that is wrong would show other rows.
+    if (!is_written && ledger_.checksum(page.page)) throw damaged(page.page, "is marked as never written, but has a checksum");
+    if (is_written && ledger_.keeps_checksums() && !ledger_.adopted() && !ledger_.checksum(page.page))
+      throw damaged(page.page, "is marked as written, but has no checksum");
+    (is_written ? written : fresh).push_back(page);
+  }
 
   const auto runs = find_runs(written, geometry_.page_bytes());
   io_.parallel_for(runs.size(), 1, [&](std::uint64_t begin, std::uint64_t end) {
@@ -106,6 +113,11 @@ void PageFile::read(std::span<PageBuffer> pages) {
   counters_.pages_generated += fresh.size();
 }
 
+CorruptError PageFile::damaged(std::uint64_t page, std::string_view how) const {
+  return CorruptError(fmt::format("{}: {} {}{}", printable(data_.path()), describe(page), how,
+                                  alone_ ? "" : "; if a writer has changed the store since it was opened, open it again"));
+}
+
 void PageFile::read_run(std::span<const PageBuffer> run) {
   std::vector<iovec> pieces(run.size());
   std::uint64_t bytes = 0;
@@ -119,9 +131,7 @@ void PageFile::read_run(std::span<const PageBuffer> run) {
     const std::uint64_t length = geometry_.bytes_in(page.page);
     std::memset(page.memory + length, 0, geometry_.page_bytes() - length);
     const auto recorded = ledger_.checksum(page.page);
-    if (recorded && *recorded != page_checksum({page.memory, length}))
-      throw CorruptError(fmt::format("{}: {} does not match its checksum{}", printable(data_.path()), describe(page.page),
-                                     alone_ ? "" : "; if a writer has changed the store since it was opened, open it again"));
+    if (recorded && *recorded != page_checksum({page.memory, length})) throw damaged(page.page, "does not match its checksum");
   }
 }
 
@@ -167,8 +177,22 @@ void PageFile::seal(std::uint64_t page) {
 }
 
 void PageFile::sync() {
-  data_.sync();
-  ledger_.flush();
+  const auto sync_once = [&](const auto& sync) {
+    if (sync_failed_.load())
+      throw CorruptError(
+          fmt::format("{}: a sync has failed; what was written since the last commit may not be on the disk. Abandon the "
+                      "store and open it again",
+                      printable(data_.path())));
+    try {
+      sync();
+    } catch (const IoError&) {
+      sync_failed_.store(true);
+      throw;
+    }
+  };
+  sync_once([&] { data_.sync(); });
+  ledger_.write_out();  // a full disk may be tried again
+  sync_once([&] { ledger_.sync(); });
   ahead_.store(false);
 }
 

@@ -7,6 +7,7 @@
 #include <functional>
 #include <span>
 
+#include "base/error.hpp"
 #include "base/thread_pool.hpp"
 #include "io/file.hpp"
 #include "store/geometry.hpp"
@@ -44,10 +45,12 @@ class PageFile {
   // Records the checksum of what the file has for a written page now: after its length changed, or to accept it as it is. Where
   // it cannot be read, "none recorded" is what is known about it.
   void seal(std::uint64_t page);
-  // Makes what was written durable: data first, then the ledger.
+  // Makes what was written durable: data first, then the ledger. A sync that failed is not tried again: the system may have given
+  // up the pages it could not write, and a second one would succeed without them. From then on this throws.
   void sync();
   // True if a write has not been synced.
   bool ahead() const noexcept { return ahead_.load(); }
+  void set_ahead() noexcept { ahead_.store(true); }
 
   // Initial records for rows [first, first + count): what a row never written holds.
   void generate(std::uint64_t first, std::uint64_t count, std::byte* out) const;
@@ -67,6 +70,7 @@ class PageFile {
   void close();
 
  private:
+  CorruptError damaged(std::uint64_t page, std::string_view how) const;
   void read_run(std::span<const PageBuffer> run);
   void write_run(std::span<const PageBuffer> run);
 
@@ -83,6 +87,7 @@ class PageFile {
   bool alone_;
   Counters counters_;
   std::atomic<bool> ahead_{false};
+  std::atomic<bool> sync_failed_{false};
 };
 
 }  // namespace embermap

@@ -210,10 +210,41 @@ void PageLedger::read_checksums(std::uint64_t first, std::span<std::uint32_t> ou
     out[at->first - first] = at->second;
 }
 
-void PageLedger::flush() {
+void PageLedger::write_out() {
   const std::lock_guard lock(mutex_);
   flush_locked();
+}
+
+void PageLedger::sync() {
+  const std::lock_guard lock(mutex_);
   file_.sync();
+}
+
+bool PageLedger::keeps_checksums() const {
+  const std::lock_guard lock(mutex_);
+  return sums_ != nullptr;
+}
+
+bool PageLedger::adopted() const noexcept { return (flags_ & kAdopted) != 0; }
+
+void PageLedger::forget_unwritten() {
+  if (adopted()) return;
+  std::vector<std::uint32_t> block(kBlockSums);
+  for (std::uint64_t first = 0; first < pages_; first += kBlockSums) {
+    const auto piece = std::span(block).first(std::min(kBlockSums, pages_ - first));
+    read_checksums(first, piece);
+    const std::lock_guard lock(mutex_);
+    for (std::uint64_t i = 0; i < piece.size(); ++i) {
+      const std::uint64_t page = first + i;
+      if (piece[i] == 0 || (bits_[page / 8] >> (page % 8) & 1U) != 0) continue;
+      if (sums_) {
+        sums_[page] = 0;
+        dirty_sums_[page / kBlockSums] = true;
+      } else {
+        pending_sums_[page] = 0;
+      }
+    }
+  }
 }
 
 void PageLedger::flush_locked() {

@@ -40,13 +40,23 @@ class PageLedger {
   void keep_checksums();
   // Gives that memory back.
   void drop_checksums();
+  bool keeps_checksums() const;
+  // Whether all pages count as written, with or without a checksum.
+  bool adopted() const noexcept;
   // What was recorded for the page, if that is in memory; nullopt if it is not or none was recorded.
   std::optional<std::uint32_t> checksum(std::uint64_t page) const;
   // Checksums of pages [first, first + out.size()), read from the file where they are not in memory; 0: none recorded.
   void read_checksums(std::uint64_t first, std::span<std::uint32_t> out) const;
 
-  // Writes and syncs what changed. Memory of unwritten checksums is bounded: record() flushes by itself above 4 MiB.
-  void flush();
+  // Writes what changed. Memory of unwritten checksums is bounded: record() writes by itself above 4 MiB.
+  void write_out();
+  void sync();  // makes it durable
+  void flush() {
+    write_out();
+    sync();
+  }
+  // Removes checksums of pages that are not marked as written: left by a session that ended between the two.
+  void forget_unwritten();
   // Pages beyond the new end are forgotten. Rewrites the file atomically if the bits need more room. Flushes.
   void resize(std::uint64_t pages);
   void close();

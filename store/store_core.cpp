@@ -94,6 +94,19 @@ void StoreCore::check_usable() const {
     throw ClosedError(
         fmt::format("store {} was opened in process {}; a forked child has to open it again", printable(path), process));
   if (closed.load()) throw ClosedError(fmt::format("store {} is closed", printable(path)));
+  if (reporting_.load() == std::this_thread::get_id())
+    throw Error(
+        fmt::format("store {} is used by a progress callback of one of its own calls, which waits for it", printable(path)));
+}
+
+void StoreCore::report(const Progress& progress, std::uint64_t done, std::uint64_t total) {
+  if (!progress) return;
+  struct Mark {
+    std::atomic<std::thread::id>& thread;
+    explicit Mark(std::atomic<std::thread::id>& t) : thread{t} { thread = std::this_thread::get_id(); }
+    ~Mark() { thread = std::thread::id{}; }
+  } const mark_thread(reporting_);
+  progress(done, total);
 }
 
 CudaEngine& StoreCore::engine(int on_device) {

@@ -74,8 +74,10 @@ struct StoreCore {
         io{kIoThreads},
         mark{path, file_ops} {}
 
-  // Throws ClosedError after close() and in a forked child.
+  // Throws ClosedError after close() and in a forked child, Error in a progress callback, which runs with the store's locks held.
   void check_usable() const;
+  // Calls `progress` if there is one.
+  void report(const Progress& progress, std::uint64_t done, std::uint64_t total);
   // The kernels of a device. Throws CudaError if the store was opened for none or another.
   CudaEngine& engine(int on_device);
 
@@ -99,6 +101,7 @@ struct StoreCore {
   std::weak_ptr<Store::Impl> owner;
 
  private:
+  std::atomic<std::thread::id> reporting_{};  // the thread that is in a progress callback
   std::mutex engine_mutex_;
   std::unique_ptr<CudaEngine> engine_;
 };

@@ -188,12 +188,9 @@ std::shared_ptr<TableImpl> Store::Impl::open_table(const std::string& name, cons
   PageLedger ledger =
       PageLedger::open(File::open(pages_path(name), core_->writable ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops));
   const std::uint64_t pages = entry.geometry.pages();
-  if (ledger.pages() != pages) {
-    if (core_->writable)
-      ledger.resize(pages);
-    else if (ledger.pages() < pages)
-      throw FormatError(pages_path(name), fmt::format("page file of {} pages, but the table has {}", ledger.pages(), pages));
-  }
+  if (ledger.pages() < pages)
+    throw FormatError(pages_path(name), fmt::format("page file of {} pages, but the table has {}", ledger.pages(), pages));
+  if (ledger.pages() > pages && core_->writable) ledger.resize(pages);  // a resize was interrupted
   return {new TableImpl(core_, name, entry, std::move(data), std::move(ledger)),
           [process = core_->process](TableImpl* gone) { delete_unless_forked(gone, process); }};
 }
@@ -334,7 +331,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   std::vector<std::byte> memory(ceil_div(block_rows, geometry.rows_per_page) * geometry.page_bytes());
   std::vector<PageBuffer> buffers;
   ConversionReport report;
-  if (progress) progress(0, geometry.rows);
+  core_->report(progress, 0, geometry.rows);
   for (std::uint64_t first = 0; first < geometry.rows; first += block_rows) {
     const std::uint64_t count = std::min(block_rows, geometry.rows - first);
     reader.read(first, count, source.data());
@@ -353,7 +350,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
     for (std::uint64_t row = 0; row < count; row += geometry.rows_per_page)
       buffers.push_back({geometry.page_of(first + row), memory.data() + row * geometry.stride});
     file.write(buffers);
-    if (progress) progress(first + count, geometry.rows);
+    core_->report(progress, first + count, geometry.rows);
   }
   file.sync();
   file.close();
@@ -520,7 +517,13 @@ void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
   // manifest all the same, since they are never shorter than it says: it learns of fewer rows before, of more rows after.
   core_->mark.set(manifest_.commit);
   if (rows > before) {
-    table.grow(rows);
+    try {
+      table.grow(rows);
+    } catch (...) {
+      // All undone: the files are those of the commit again.
+      if (!table.ahead()) core_->mark.clear();
+      throw;
+    }
   } else {
     manifest = manifest_;
     manifest.tables.at(table.name()).geometry.rows = rows;

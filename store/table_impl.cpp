@@ -280,6 +280,8 @@ TableEntry TableImpl::flush_and_sync() {
   return entry;
 }
 
+bool TableImpl::ahead() const { return file_->ahead(); }
+
 void TableImpl::mark_committed() { entry_changed_ = false; }
 
 void TableImpl::grow(std::uint64_t rows) {
@@ -315,7 +317,9 @@ void TableImpl::grow(std::uint64_t rows) {
       file_->data().write(0, table_header(schema_, before));
       file_->ledger().resize(before.pages());
       file_->data().resize(before.file_bytes());
+      file_->sync();
     } catch (const Error&) {
+      file_->set_ahead();
     }
     throw;
   }

@@ -64,6 +64,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   bool changed() const;         // since the last mark_committed()
   TableEntry flush_and_sync();  // dirty pages to the file, the file to the disk; the entry to record
   void mark_committed();
+  bool ahead() const;  // the files are not those of the last commit
   // More rows, fewer rows, in the files and in entry(). Everything is committed, UNCOMMITTED is set. After a failure grow()
   // leaves the old number of rows, shrink() the new.
   void grow(std::uint64_t rows);

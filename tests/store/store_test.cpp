@@ -250,6 +250,8 @@ TEST_F(StoreTest, BrokenManifestsAreRefusedByName) {
   EXPECT_THAT(refused(with("\"dtype\": \"float32\"", "\"dtype\": \"float31\"")), HasSubstr("float31"));
   EXPECT_THAT(refused(with("\"stride\": 8", "\"stride\": 0")), HasSubstr("stride"));
   EXPECT_THAT(refused(with("\"rows_per_page\": 512", "\"rows_per_page\": 0")), HasSubstr("pages of 0 rows"));
+  EXPECT_THAT(refused(with("\"rows_per_page\": 512", "\"rows_per_page\": 51")), HasSubstr("its records make 512"));
+  EXPECT_THAT(refused(with("\"page_bytes\": 4096", "\"page_bytes\": 5")), HasSubstr("page size 5"));
   EXPECT_THAT(refused(with("\"t\": {", "\"../t\": {")), HasSubstr("cannot name a table"));
   write_text(file, good);
   EXPECT_NO_THROW(open());
@@ -420,9 +422,9 @@ TEST_F(StoreTest, CreateThatFailsAnywhereLeavesTheStoreAsItWas) {
   EXPECT_EQ(snapshot(path()).size(), 6U);  // manifest, lock, two files a table
 }
 
-TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgain) {
+TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgainUnlessASyncFailed) {
   FailAt ops;
-  int failures = 0;
+  int failures = 0, syncs = 0;
   bool succeeded = false;
   for (int n = 0; !succeeded; ++n) {
     ASSERT_LT(n, 100);
@@ -438,7 +440,19 @@ TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgain) {
       ++failures;
     }
     ops.left = 1 << 30;
-    const std::uint64_t commit = store.commit();
+    std::uint64_t commit = 0;
+    try {
+      commit = store.commit();
+    } catch (const CorruptError& error) {
+      // The system may have dropped what it could not write: nothing is promised any more.
+      ++syncs;
+      EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
+      EXPECT_THROW(store.close(), CorruptError);
+      store.abandon();
+      EXPECT_THROW(open(9000), CorruptError) << n;
+      Store::open(path(), {.memory = 9000, .accept_unclean = true}).close();
+      continue;
+    }
     EXPECT_EQ(table.verify().bad_pages, 0U);
     // What is written after the commit is noticed if it is not committed, whatever failed before.
     EXPECT_EQ(Store::open(path(), {.mode = StoreOptions::Mode::kRead, .memory = 1 << 20}).commit_number(), commit) << n;
@@ -451,6 +465,7 @@ TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgain) {
     EXPECT_EQ(gather(again.table("t"), {999})[0], value) << n;
   }
   EXPECT_GT(failures, 10);
+  EXPECT_EQ(syncs, 2) << "of the data and of the page file";
 }
 
 // Every call of a resize fails once: the session goes on with a whole table, and so does one that opens it after a crash at that
@@ -494,9 +509,13 @@ TEST_P(ResizeFaults, LeaveAWholeTable) {
           ops.left = 1 << 30;
           check(table);
           EXPECT_EQ(table.verify().bad_pages, 0U) << n;
-          if (table.rows() != to) table.resize(to);
-          check(table);
-          store.close();
+          try {
+            if (table.rows() != to) table.resize(to);
+            check(table);
+            store.close();
+          } catch (const CorruptError& error) {
+            EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
+          }
         }
       }
       Store again = Store::open(path(), {.memory = 1 << 20, .accept_unclean = true});
@@ -511,6 +530,64 @@ TEST_P(ResizeFaults, LeaveAWholeTable) {
 INSTANTIATE_TEST_SUITE_P(Sizes, ResizeFaults,
                          testing::Values(std::pair{16U, 12U}, std::pair{12U, 16U}, std::pair{13U, 14U}, std::pair{100U, 3U},
                                          std::pair{3U, 300'000U}));
+
+TEST_F(StoreTest, AResizeThatWasUndoneLeavesACleanStore) {
+  FailAt ops;
+  Store store = Store::open(path(), {.memory = 1 << 20, .file_ops = &ops});
+  Table table = store.create("t", {.rows = 13, .dim = 128, .init = Constant{5}});
+  scatter(table, range(0, 13), std::vector<float>(13 * 128, 7.0F));
+  store.commit();
+  // The file's size limit fails the growing; what undoes it works.
+  class NoGrowing final : public FileOps {
+   public:
+    int ftruncate(int fd, off_t bytes) override { return bytes > 1 << 20 ? (errno = EFBIG, -1) : FileOps::ftruncate(fd, bytes); }
+  } limited;
+  store.close();
+  Store again = Store::open(path(), {.memory = 1 << 20, .file_ops = &limited});
+  EXPECT_THROW(again.table("t").resize(100'000), IoError);
+  EXPECT_EQ(again.table("t").rows(), 13U);
+  EXPECT_NO_THROW(open(1 << 20, StoreOptions::Mode::kRead)) << "no pages are ahead of the commit";
+  EXPECT_EQ(gather(again.table("t"), {12})[0], 7.0F);
+  again.table("t").resize(14);
+  EXPECT_EQ(gather(again.table("t"), {13})[0], 5.0F);
+}
+
+TEST_F(StoreTest, AWrongBitInThePageFileIsNoticed) {
+  {
+    Store store = open(1 << 20);
+    Table written = store.create("written", {.rows = 1000, .dim = 8});
+    scatter(written, range(0, 1000), std::vector<float>(8000, 1));
+    store.create("fresh", {.rows = 1000, .dim = 8, .init = Normal{}});
+    store.close();
+  }
+  const auto set_byte = [&](std::string_view file, char value) {
+    std::fstream pages(path() / file, std::ios::in | std::ios::out | std::ios::binary);
+    pages.seekp(4096);
+    pages.put(value);
+  };
+  set_byte("written.pages", 0);
+  set_byte("fresh.pages", 1);
+  Store store = open(1 << 20);
+  EXPECT_EQ(store.table("written").verify().bad_pages, 8U);
+  EXPECT_EQ(store.table("fresh").verify().bad_pages, 1U);
+  EXPECT_THAT(message_of<CorruptError>([&] { (void)gather(store.table("written"), {0}); }),
+              HasSubstr("never written, but has a checksum"));
+  EXPECT_THAT(message_of<CorruptError>([&] { (void)read_all(store.table("fresh")); }), HasSubstr("written, but has no checksum"));
+}
+
+TEST_F(StoreTest, AProgressCallbackCannotUseItsStore) {
+  Store store = open();
+  Table table = store.create("t", {.rows = 10'000, .dim = 8});
+  const std::vector<std::function<void()>> uses{[&] { (void)store.tables(); }, [&] { (void)gather(table, {1}); },
+                                                [&] { store.commit(); }, [&] { (void)table.stats(); }, [&] { store.close(); }};
+  for (const auto& use : uses) {
+    EXPECT_THAT(message_of<Error>([&] { table.materialize([&](std::uint64_t, std::uint64_t) { use(); }); }),
+                HasSubstr("progress callback"));
+    EXPECT_THAT(message_of<Error>([&] { table.verify([&](std::uint64_t, std::uint64_t) { use(); }); }),
+                HasSubstr("progress callback"));
+  }
+  EXPECT_EQ(gather(table, {1})[0], 0.0F);
+}
 
 TEST_F(StoreTest, ATableRemovedAfterItsPagesWereWrittenLeavesACleanStore) {
   {
