@@ -195,8 +195,8 @@ void convert_elements(DType from, const std::byte* in, DType to, std::byte* out,
     throw DTypeError(fmt::format("{} (element {})", conversion_failure(from, in + done * item_size(from), to), done));
 }
 
-void convert_rows(const RowReader& reader, std::uint64_t first, std::uint64_t count, const std::byte* in, DType to, std::byte* out,
-                  ConversionReport& report) {
+void convert_rows(const RowReader& reader, std::uint64_t first, std::uint64_t count, const std::byte* in, DType to,
+                  std::byte* out, ConversionReport& report) {
   const DType from = reader.dtype();
   const std::uint64_t dim = reader.dim();
   const std::uint64_t good = try_convert_elements(from, in, to, out, count * dim, report);

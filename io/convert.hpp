@@ -13,9 +13,9 @@ std::uint64_t try_convert_elements(DType from, const std::byte* in, DType to, st
 // "value 300.7 of float32 is no whole number that uint8 can hold".
 std::string conversion_failure(DType from, const std::byte* element, DType to);
 
-// Converts `count` rows that were read from row `first` of `reader` on. Throws DTypeError naming the reader, row and column of the
-// first value that `to` cannot hold.
-void convert_rows(const RowReader& reader, std::uint64_t first, std::uint64_t count, const std::byte* in, DType to, std::byte* out,
-                  ConversionReport& report);
+// Converts `count` rows that were read from row `first` of `reader` on. Throws DTypeError naming the reader, row and column of
+// the first value that `to` cannot hold.
+void convert_rows(const RowReader& reader, std::uint64_t first, std::uint64_t count, const std::byte* in, DType to,
+                  std::byte* out, ConversionReport& report);
 
 }  // namespace embermap

@@ -13,9 +13,9 @@
 namespace embermap {
 
 struct Hdf5Filter {
-  int id = 0;             // as registered with the HDF Group: 1 gzip, 32001 blosc, ...
-  std::string name;       // "gzip", "shuffle", ...; for others the name in the file, or "unknown"
-  bool optional = false;  // chunks may have been stored without it
+  int id = 0;              // as registered with the HDF Group: 1 gzip, 32001 blosc, ...
+  std::string name;        // "gzip", "shuffle", ...; for others the name in the file, or "unknown"
+  bool optional = false;   // chunks may have been stored without it
   bool available = false;  // to read
   bool lossy = false;
 };

@@ -48,7 +48,12 @@ void set_locking(const PropertyId& access, bool lock) {
 void check_signature(const std::filesystem::path& path) {
   const File file = File::open(path, File::Mode::kRead);
   if (file.size() == 0) throw FormatError(path, "the file is empty, no HDF5 file");
-  if (has_signature(file)) return;
+  if (has_signature(file)) {
+    constexpr std::uint64_t kSmallest = 9;  // of the signature alone the library says nothing at all
+    if (file.size() < kSmallest)
+      throw FormatError(path, fmt::format("is incomplete: only {} bytes of an HDF5 file are there", file.size()));
+    return;
+  }
   std::array<std::byte, 512> head;
   const auto known = std::span(head).first(file.read_some(0, head));
   const std::string what = looks_like(known);
@@ -142,6 +147,7 @@ LastError last_error() {
         return 0;
       },
       &out);
+  if (out.text.empty()) out.text = "the library gives no reason";
   unsigned major = 0, minor = 0, release = 0;
   H5get_libversion(&major, &minor, &release);
   out.text += fmt::format(" (HDF5 {}.{}.{})", major, minor, release);
@@ -391,3 +397,9 @@ std::vector<Hdf5Filter> filters_of(hid_t creation) {
 }
 
 }  // namespace embermap::hdf5
+
+namespace embermap {
+
+void leave_hdf5_at_exit() noexcept { H5dont_atexit(); }
+
+}  // namespace embermap

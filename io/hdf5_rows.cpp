@@ -147,7 +147,7 @@ std::filesystem::path file_below(const std::filesystem::path& file, const std::s
   const std::filesystem::path folder = std::filesystem::canonical(parent, error);
   if (error) throw IoError(error.value(), "realpath", parent);
   const std::filesystem::path named = name.is_absolute() ? name : folder / name;
-  const std::filesystem::path real = std::filesystem::weakly_canonical(named, error);
+  std::filesystem::path real = std::filesystem::weakly_canonical(named, error);
   if (error) throw IoError(error.value(), "realpath", named);
   const auto [mismatch, rest] = std::mismatch(folder.begin(), folder.end(), real.begin(), real.end());
   if (mismatch != folder.end())

@@ -50,7 +50,8 @@ bool same_inode(const struct stat& a, const struct stat& b) { return a.st_dev ==
 
 // Whoever has a file open may change it in place; whoever adds a dataset as we do puts another file in its place.
 bool unchanged(const struct stat& a, const struct stat& b) {
-  return same_inode(a, b) && a.st_size == b.st_size && a.st_mtim.tv_sec == b.st_mtim.tv_sec && a.st_mtim.tv_nsec == b.st_mtim.tv_nsec;
+  return same_inode(a, b) && a.st_size == b.st_size && a.st_mtim.tv_sec == b.st_mtim.tv_sec &&
+         a.st_mtim.tv_nsec == b.st_mtim.tv_nsec;
 }
 
 std::optional<struct stat> status_of(const std::filesystem::path& file) {
@@ -60,8 +61,8 @@ std::optional<struct stat> status_of(const std::filesystem::path& file) {
   throw IoError(errno, "stat", file);
 }
 
-// The rows go into a copy of the file, which takes its place when it is complete. Others may do the same meanwhile: finish() finds
-// out, and then copies the finished dataset into a copy of what is there by then.
+// The rows go into a copy of the file, which takes its place when it is complete. Others may do the same meanwhile: finish()
+// finds out, and then copies the finished dataset into a copy of what is there by then.
 class Hdf5RowWriter final : public RowWriter {
  public:
   // `existing`: the file is there, and everything in it but the dataset is kept.
@@ -104,14 +105,15 @@ class Hdf5RowWriter final : public RowWriter {
       if (H5Fflush(file_.id(), H5F_SCOPE_LOCAL) < 0 || !dataset_.close() || !file_.close()) fail("cannot finish");
     }
     temporary_.file().sync();  // the long part of commit(), before others have to wait
-    // Taken outside of a Session: its holder may need one. Not taken before: rows come as slowly as the caller likes, and may come
-    // to several writers of one file in turn.
+    // Taken outside of a Session: its holder may need one. Not taken before: rows come as slowly as the caller likes, and may
+    // come to several writers of one file in turn.
     const FolderLock alone(temporary_.target());
     constexpr int kAttempts = 100;
     for (int attempt = 0; adds_ && target_changed(); ++attempt) {
       if (attempt == kAttempts)
-        throw AlreadyExists(fmt::format("{} was changed by someone else again and again while {} was written; it is left as it is now",
-                                        printable(temporary_.target()), printable(path_)));
+        throw AlreadyExists(
+            fmt::format("{} was changed by someone else again and again while {} was written; it is left as it is now",
+                        printable(temporary_.target()), printable(path_)));
       move_into_copy_of_target();
     }
     temporary_.commit();
@@ -127,8 +129,8 @@ class Hdf5RowWriter final : public RowWriter {
     const auto now = status_of(temporary_.target());
     if (!source_.is_open()) return now.has_value();
     if (!now)
-      throw NotFound(fmt::format("{} was removed by someone else while {} was written", printable(temporary_.target()),
-                                 printable(path_)));
+      throw NotFound(
+          fmt::format("{} was removed by someone else while {} was written", printable(temporary_.target()), printable(path_)));
     return !unchanged(*now, source_status_);
   }
 
@@ -152,7 +154,8 @@ class Hdf5RowWriter final : public RowWriter {
     return kind == ObjectKind::kDataset;
   }
 
-  // Copies the file that is there into `copy` and opens that, without a dataset in the place of ours. Remembers which file it was.
+  // Copies the file that is there into `copy` and opens that, without a dataset in the place of ours. Remembers which file it
+  // was.
   FileId copy_of_target(TemporaryFile& copy) {
     const std::filesystem::path& target = temporary_.target();
     bool replaces = false;
@@ -272,8 +275,17 @@ std::unique_ptr<RowWriter> create_hdf5_rows(const Location& location, std::uint6
     throw InvalidArgument(fmt::format("{}: chunk_rows is for compressed datasets; give a gzip level", printable(location.file)));
   const std::string path = dataset_path(location);
   std::error_code ignored;
-  const bool existing = !location.selector.empty() && std::filesystem::is_regular_file(location.file, ignored);
-  return std::make_unique<Hdf5RowWriter>(location, path, existing, rows, dim, dtype, options);
+  const auto there = [&] { return !location.selector.empty() && std::filesystem::is_regular_file(location.file, ignored); };
+  const auto create = [&](bool existing) {
+    return std::make_unique<Hdf5RowWriter>(location, path, existing, rows, dim, dtype, options);
+  };
+  if (there()) return create(true);
+  try {
+    return create(false);
+  } catch (const AlreadyExists&) {
+    if (!there()) throw;
+  }
+  return create(true);  // made by someone else just now
 }
 
 }  // namespace embermap

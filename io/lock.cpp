@@ -167,7 +167,7 @@ void WriterLock::release() noexcept {
 
 void WriterLock::forget() noexcept { held_.reset(); }
 
-FolderLock::FolderLock(const std::filesystem::path& file) noexcept {
+FolderLock::FolderLock(const std::filesystem::path& file) {
   const std::string folder = file.has_parent_path() ? file.parent_path().string() : ".";
   do fd_ = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   while (fd_ < 0 && errno == EINTR);

@@ -39,11 +39,11 @@ class WriterLock {
 // itself, not of the file: the file is another one after each replacement, and other programs have locks of their own on it.
 //
 // A hint, not a promise: where the folder cannot be locked (file systems without locks, no permission to read it), or someone has
-// kept it locked for 30 s (a script that runs under `flock FOLDER`), it is not held. Never throws.
+// kept it locked for 30 s (a script that runs under `flock FOLDER`), it is not held.
 class FolderLock {
  public:
   // Of the folder in which `file` is or will be. Waits.
-  explicit FolderLock(const std::filesystem::path& file) noexcept;
+  explicit FolderLock(const std::filesystem::path& file);
   FolderLock(const FolderLock&) = delete;
   FolderLock& operator=(const FolderLock&) = delete;
   ~FolderLock();  // releases

@@ -209,7 +209,7 @@ ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::
   const std::uint64_t in_bytes = checked_mul(dim, item_size(from), "bytes of a row");
   const std::uint64_t out_bytes = checked_mul(dim, item_size(to), "bytes of a row");
   const std::uint64_t in_turn = convert ? checked_add(in_bytes, out_bytes, "bytes of a row") : in_bytes;  // one block
-  const std::uint64_t at_once = checked_add(in_turn, out_bytes, "bytes of a row");                         // two
+  const std::uint64_t at_once = checked_add(in_turn, out_bytes, "bytes of a row");                        // two
   if (memory < in_turn)
     throw BudgetError(fmt::format("{}: one row takes {} to copy, more than the {} of memory given", reader.description(),
                                   format_size(in_turn), format_size(memory)));

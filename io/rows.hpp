@@ -84,10 +84,16 @@ class RowWriter {
 // Throws AlreadyExists, InvalidArgument (dim 0, sizes past 64 bits, options of another format), IoError (a disk too small at
 // once, where the file system can tell). HDF5 without a selector writes "/data" into a new file. With one, and a file that
 // exists, the dataset is put into a copy of that file, which replaces it in finish(): groups on the way are made, everything else
-// is kept, and the space of a dataset that was replaced may stay unused. Files are of HDF5's oldest format; bfloat16 is a float
-// type of 2 bytes.
+// is kept, also what others put into the file meanwhile (several writers may add to one file at once, in any threads and
+// processes), and the space of a dataset that was replaced may stay unused. Files are of HDF5's oldest format; bfloat16 is a
+// float type of 2 bytes.
 std::unique_ptr<RowWriter> create_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                        const WriteOptions& options = {});
+
+// Takes the HDF5 library out of the process's exit, where it would close what could not be closed before (a file whose disk is
+// full) and crash. For programs, to be called before anything here is: all handles of ours are closed long before exit. Other
+// users of the same library in the process then have to close theirs too, as h5py does.
+void leave_hdf5_at_exit() noexcept;
 
 // What a narrowing conversion did to the values, to be reported.
 struct ConversionReport {
@@ -103,12 +109,12 @@ void convert_elements(DType from, const std::byte* in, DType to, std::byte* out,
 // Called with rows done so far and in all; may throw to stop.
 using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 
-// Copies all rows, converting to `to`, with buffers of at most `memory` bytes (BudgetError if a single row takes more). Where they
-// hold two blocks of the reader's, a thread of this call's own reads (and converts) the next block while the caller's writes one:
-// `reader` and `writer` then run at the same time, each on one thread, and must not share anything that is not safe for that.
-// `progress` is called by the caller's thread. What any of them throws ends the copy when the block being read is read, and is
-// rethrown; where both fail, the earlier rows' error. The caller finishes the writer. A value that does not fit is DTypeError with
-// its row and column.
+// Copies all rows, converting to `to`, with buffers of at most `memory` bytes (BudgetError if a single row takes more). Where
+// they hold two blocks of the reader's, a thread of this call's own reads (and converts) the next block while the caller's writes
+// one: `reader` and `writer` then run at the same time, each on one thread, and must not share anything that is not safe for
+// that. `progress` is called by the caller's thread. What any of them throws ends the copy when the block being read is read, and
+// is rethrown; where both fail, the earlier rows' error. The caller finishes the writer. A value that does not fit is DTypeError
+// with its row and column.
 ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::uint64_t memory, const Progress& progress);
 
 }  // namespace embermap

@@ -455,6 +455,7 @@ void bind_store(nb::module_& m) {
 }
 
 NB_MODULE(_core, m) {
+  leave_hdf5_at_exit();
   // At the end of a process an open store is simply dropped: that is not a leak to report.
   nb::set_leak_warnings(false);
   nb::register_exception_translator(translate);

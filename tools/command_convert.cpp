@@ -32,8 +32,7 @@ int convert(const Arguments& arguments, const Common& common) {
   require_regular_file(source.file);
   check_destination(destination, source.file, options.overwrite);
   check_source_is_whole(source, common.memory / 4);
-  const std::unique_ptr<RowReader> reader = 
-      open_rows_as(source, to, {.dtype = as, .allow_external = arguments.allow_external});
+  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, {.dtype = as, .allow_external = arguments.allow_external});
   TransferResult result{.source = arguments.source,
                         .destination = arguments.destination,
                         .rows = reader->rows(),
@@ -45,7 +44,7 @@ int convert(const Arguments& arguments, const Common& common) {
   {
     const std::unique_ptr<RowWriter> writer = create_rows(destination, result.rows, result.dim, result.to, options);
     ProgressLine line("convert", result.dim * item_size(result.to), common.quiet);
-    result.report = copy_rows(*reader, *writer, result.to, common.memory / 2, line.callback());
+    result.report = copy_rows(*reader, *writer, result.to, copy_memory(*reader, result.to, common.memory, 2), line.callback());
     check_interrupt();
     writer->finish();
   }

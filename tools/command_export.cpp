@@ -22,6 +22,18 @@ struct Arguments {
   bool accept_unclean = false;
 };
 
+// Half of the memory is for hot pages. Where a store needs more to be opened it gets all: what its error names is then what the
+// user gave.
+Store open_within(const std::filesystem::path& path, std::uint64_t memory, bool accept_unclean) {
+  StoreOptions options{.mode = StoreOptions::Mode::kRead, .memory = memory / 2, .accept_unclean = accept_unclean};
+  try {
+    return Store::open(path, options);
+  } catch (const BudgetError&) {
+    options.memory = memory;
+    return Store::open(path, options);
+  }
+}
+
 int export_table(const Arguments& arguments, const Common& common) {
   const TablePath path = parse_table_path(arguments.table, /*with_field=*/true);
   const Location destination = parse_location_option("DST", arguments.destination);
@@ -30,9 +42,7 @@ int export_table(const Arguments& arguments, const Common& common) {
   if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
 
   const auto begin = std::chrono::steady_clock::now();
-  Store store = Store::open(
-      path.store,
-      StoreOptions{.mode = StoreOptions::Mode::kRead, .memory = common.memory / 2, .accept_unclean = arguments.accept_unclean});
+  Store store = open_within(path.store, common.memory, arguments.accept_unclean);
   const Table table = store.table(path.table);
   if (same_file(table.file(), destination.file))
     throw InvalidArgument(fmt::format("{} is the file of the table {} itself; it is not replaced", printable(destination.file),
@@ -50,7 +60,7 @@ int export_table(const Arguments& arguments, const Common& common) {
   {
     const std::unique_ptr<RowWriter> writer = create_rows(destination, result.rows, result.dim, result.to, options);
     ProgressLine line("export " + path.table, result.dim * item_size(result.to), common.quiet);
-    result.report = copy_rows(*reader, *writer, result.to, common.memory / 4, line.callback());
+    result.report = copy_rows(*reader, *writer, result.to, copy_memory(*reader, result.to, common.memory, 4), line.callback());
     check_interrupt();
     writer->finish();
   }

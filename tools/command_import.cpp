@@ -89,8 +89,7 @@ int import(const Arguments& arguments, const Common& common) {
   const auto begin = std::chrono::steady_clock::now();
   require_regular_file(source.file);
   check_source_is_whole(source, common.memory / 4);
-  const std::unique_ptr<RowReader> reader = 
-      open_rows_as(source, to, {.dtype = as, .allow_external = arguments.allow_external});
+  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, {.dtype = as, .allow_external = arguments.allow_external});
   options.rows = reader->rows();
   options.dim = reader->dim();
   options.dtype = to.value_or(reader->dtype());

@@ -82,8 +82,7 @@ int verify(const Arguments& arguments, const Common& common) {
     print(text);
   if (ok) return kDone;
   std::string summary = printable(path.store);
-  if (bad_pages > 0)
-    summary += fmt::format(": {} bad {}: {}", grouped(bad_pages), bad_pages == 1 ? "page" : "pages", bad_tables);
+  if (bad_pages > 0) summary += fmt::format(": {} bad {}: {}", grouped(bad_pages), bad_pages == 1 ? "page" : "pages", bad_tables);
   if (!broken_tables.empty()) summary += fmt::format(": not verified: {}", broken_tables);
   throw CorruptError(summary);
 }

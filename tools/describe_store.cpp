@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <limits>
 #include <optional>
 #include <string_view>
 #include <utility>
@@ -76,13 +77,25 @@ struct Opened {
   bool uncommitted;  // pages were written after the last commit
 };
 
-Opened open_to_look(const std::filesystem::path& path, std::uint64_t memory) {
+Opened open_within(const std::filesystem::path& path, std::uint64_t memory) {
   StoreOptions options{.mode = StoreOptions::Mode::kRead, .memory = memory, .threads = 1};
   try {
     return {Store::open(path, options), false};
   } catch (const CorruptError&) {  // the tables may mix commits: no reason not to describe them
     options.accept_unclean = true;
     return {Store::open(path, options), true};
+  }
+}
+
+// No row is read, so that a budget too small for rows is none of the caller's business: the smallest that opens the store is
+// taken.
+Opened open_to_look(const std::filesystem::path& path, std::uint64_t memory) {
+  for (;; memory *= 2) {
+    try {
+      return open_within(path, memory);
+    } catch (const BudgetError&) {
+      if (memory > std::numeric_limits<std::uint64_t>::max() / 2) throw;
+    }
   }
 }
 

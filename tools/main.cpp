@@ -9,8 +9,10 @@
 #include <filesystem>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "base/error.hpp"
+#include "io/rows.hpp"
 #include "tools/arguments.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -35,6 +37,19 @@ Paths: a table is STORE/TABLE (a directory and a name); rows of other programs a
 std::string help_hint(const CLI::App& app) {
   const auto chosen = app.get_subcommands();
   return chosen.empty() ? "embermap --help" : fmt::format("embermap {} --help", chosen.front()->get_name());
+}
+
+// What is wrong with the command line, where the parser would say it badly: a word that is no command is only "a subcommand is
+// required" to it, and it lists unexpected arguments from the last to the first.
+std::string usage_text(const CLI::App& app, const CLI::ParseError& error) {
+  const auto chosen = app.get_subcommands();
+  const std::vector<std::string> unexpected = app.remaining(/*recurse=*/true);
+  if (chosen.empty() && !unexpected.empty() && !unexpected.front().starts_with('-'))
+    return fmt::format("unknown command '{}'", printable(unexpected.front()));
+  if (dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr || unexpected.empty()) return error.what();
+  std::string text = unexpected.size() == 1 ? "unexpected argument" : "unexpected arguments";
+  for (const std::string& argument : unexpected) text += fmt::format(" '{}'", printable(argument));
+  return text;
 }
 
 int run(int argc, char** argv) {
@@ -72,6 +87,8 @@ int run(int argc, char** argv) {
     } catch (const CLI::CallForVersion& version) {
       print(fmt::format("{}\n", version.what()));
       return kDone;
+    } catch (const CLI::ParseError& error) {
+      throw UsageError(usage_text(app, error));
     } catch (const CLI::Error& error) {
       throw UsageError(error.what());
     }
@@ -99,5 +116,6 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   embermap::tools::claim_standard_descriptors();
   embermap::tools::catch_signals();
+  embermap::leave_hdf5_at_exit();
   return embermap::tools::run(argc, argv);
 }

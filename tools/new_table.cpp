@@ -31,6 +31,10 @@ NewTable::NewTable(const TablePath& path, std::uint64_t memory) : path_{path} {
   if (!there && errno != ENOENT) throw IoError(errno, "open", path.store);
   made_directory_ = !there;
   made_store_ = !store_at(path.store);
+  if (made_store_)
+    if (const auto outer = store_around(path.store); !outer.empty())
+      throw InvalidArgument(fmt::format("{} would be a store in the own directory of the store {}; choose another place",
+                                        printable(path.store), printable(outer)));
   try {
     store_.emplace(Store::open(path.store, StoreOptions{.memory = memory}));
     if (store_->contains(path.table))

@@ -78,6 +78,16 @@ TablePath parse_table_path(const std::string& text, bool with_field) {
   return result;
 }
 
+std::filesystem::path store_around(const std::filesystem::path& path) {
+  std::error_code error;
+  std::filesystem::path file = path;
+  for (int links = 0; links < 40 && std::filesystem::is_symlink(file, error); ++links)  // also one that leads to nothing
+    file = file.parent_path() / std::filesystem::read_symlink(file, error);
+  const std::filesystem::path folder =
+      std::filesystem::canonical(file.has_parent_path() ? file.parent_path() : std::filesystem::path("."), error);
+  return !error && is_store(folder) ? folder : std::filesystem::path{};
+}
+
 bool store_at(const std::filesystem::path& path) {
   if (!status_of(path / "embermap.json")) return false;
   return is_store(path);
@@ -124,12 +134,18 @@ bool same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
 void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite) {
   const std::filesystem::path& file = destination.file;
   const auto status = status_of(file);
-  if (!status) return;  // free, or a dangling link, which the writer refuses
+  const auto refuse_inside_store = [&] {
+    if (const auto store = store_around(file); !store.empty())
+      throw InvalidArgument(
+          fmt::format("{} is in the own directory of the store {}; choose another place", printable(file), printable(store)));
+  };
+  if (!status) return refuse_inside_store();  // free, or a dangling link, which the writer refuses
   if (S_ISDIR(status->st_mode)) throw IoError(EISDIR, "create", file);
   if (!S_ISREG(status->st_mode))
     throw InvalidArgument(fmt::format("{} is {}; it is not replaced by a file", printable(file), kind_of(status->st_mode)));
   if (const auto store = store_of(file); !store.empty())
     throw InvalidArgument(fmt::format("{} is a file of the store {}; it is not replaced", printable(file), printable(store)));
+  refuse_inside_store();
   const bool hdf5 = destination.format == Location::Format::kHdf5;
   if (hdf5 && !destination.selector.empty()) return;  // adds to the file, or replaces the one dataset: the writer looks
   if (!overwrite) {

@@ -33,6 +33,11 @@ void ConvertingReader::read(std::uint64_t first, std::uint64_t count, std::byte*
   }
 }
 
+std::uint64_t copy_memory(const RowReader& reader, DType to, std::uint64_t memory, std::uint64_t share) {
+  const std::uint64_t row = checked_mul(reader.dim(), item_size(reader.dtype()) + item_size(to), "bytes of a row");
+  return std::max(memory / share, std::min(memory, row));
+}
+
 void DestinationArguments::add_to(CLI::App& command) {
   command.add_option("--gzip", gzip_, "HDF5: compress with this level, 0 to 9 (default: contiguous, not compressed)")
       ->type_name("LEVEL");

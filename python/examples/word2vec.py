@@ -24,7 +24,10 @@ while the long tail of rare words comes from the file when it is needed.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import gzip
+import itertools
 import math
 import os
 import re
@@ -48,6 +51,12 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+# The C library keeps freed memory by the tens of MiB once it has seen large blocks, and hands it
+# back at odd times: the memory reported at the end would be its, not the store's.
+with contextlib.suppress(OSError, AttributeError):
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+        ctypes.CDLL(None).mallopt(parameter, 256 << 10)
+
 DICTIONARY = Path("/usr/share/dictd/gcide.dict.dz")
 NEIGHBOUR_WORDS = "oak,silver,ship,river,music,red,physician,horse,bread,king,sword,winter"
 
@@ -58,6 +67,7 @@ HELD_OUT_EVERY = 100
 HELD_OUT_NEGATIVES = 1_024  # the same for every evaluation
 NOISE_POWER = 0.75  # negatives are drawn by count ** 0.75, as word2vec does
 NEIGHBOUR_CANDIDATES = 20_000  # neighbours are sought among the most frequent words only
+REHEARSED_STEPS = 100  # without a store, to know what the training takes by itself
 BLOCK_ROWS = 8_192  # rows of a table held at once when it is read from end to end
 DEFAULT_EPOCHS = 8
 DEFAULT_SECONDS = 150.0
@@ -662,11 +672,11 @@ def demonstrate(
     batch_chunks = max(1, args.batch // CHUNK)
     sampler = Sampler(text, keep, noise, batch_chunks, args.shared, args.seed, device)
 
-    # What the process takes with no store open: the text, and a step of the training.
-    forget_peak_memory()
-    rehearse(next(sampler.batches()), args.dim, weights, args.negatives)
+    # What the process takes with no store open: the text, and steps of the training, of which some
+    # take more than others.
     resettable = forget_peak_memory()
-    rehearse(next(sampler.batches()), args.dim, weights, args.negatives)
+    for batch in itertools.islice(sampler.batches(), REHEARSED_STEPS):
+        rehearse(batch, args.dim, weights, args.negatives)
     without_store = memory_of_process("VmHWM")
     resettable = forget_peak_memory() and resettable
 

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <numeric>
+#include <thread>
 
 #include "io/rows.hpp"
 #include "tests/io/test_folder.hpp"
@@ -555,13 +556,75 @@ TEST_F(Hdf5Test, SeveralTablesGoIntoOneFileAndTheOthersStay) {
   EXPECT_THAT(names(), ElementsAre("x.h5"));
 }
 
-TEST_F(Hdf5Test, FileChangedWhileATableIsAddedIsNotReplaced) {
+TEST_F(Hdf5Test, WhatOthersPutIntoTheFileMeanwhileIsKept) {
   write("x.h5:/one", counting(6), 2, DType::kFloat32);
-  const auto writer = create_rows(location("x.h5:/two"), 1, 3, DType::kFloat32);
-  writer->write(1, reinterpret_cast<const std::byte*>(counting(3).data()));
-  write("x.h5:/three", counting(4), 4, DType::kFloat32);
-  EXPECT_THAT(error_of<AlreadyExists>([&] { writer->finish(); }), HasSubstr("changed by someone else"));
-  EXPECT_EQ(open("x.h5:/three")->dim(), 4U);
+  const auto two = create_rows(location("x.h5:/g/two"), 1, 3, DType::kFloat32, {.gzip = 1});
+  const auto empty = create_rows(location("x.h5:/g/empty"), 0, 3, DType::kFloat32);
+  two->write(1, reinterpret_cast<const std::byte*>(counting(3).data()));
+  write("x.h5:/three", counting(4), 4, DType::kFloat32);  // another file under the name
+  {
+    const FileId file{H5Fopen(at("x.h5").c_str(), H5F_ACC_RDWR, H5P_DEFAULT)};  // in place, by another program
+    make(file, "/four", H5T_IEEE_F32LE, {2, 2}, counting(4).data());
+  }
+  two->finish();
+  empty->finish();
+  EXPECT_EQ(read_all<float>(*open("x.h5:/one"), 3), counting(6));
+  EXPECT_EQ(read_all<float>(*open("x.h5:/g/two"), 1), counting(3));
+  EXPECT_THAT(open("x.h5:/g/two")->description(), HasSubstr("gzip"));
+  EXPECT_EQ(open("x.h5:/g/empty")->rows(), 0U);
+  EXPECT_EQ(read_all<float>(*open("x.h5:/three"), 1), counting(4));
+  EXPECT_EQ(read_all<float>(*open("x.h5:/four"), 2), counting(4));
+  EXPECT_THAT(names(), ElementsAre("x.h5"));
+}
+
+TEST_F(Hdf5Test, FileMadeMeanwhileIsAddedToUnlessTheWholeFileWasMeant) {
+  for (const bool overwrite : {false, true}) {
+    const auto part = create_rows(location("x.h5:/part"), 1, 3, DType::kFloat32, {.overwrite = overwrite});
+    const auto whole = create_rows(location("x.h5"), 1, 3, DType::kFloat32);
+    for (const auto* writer : {&part, &whole}) (*writer)->write(1, reinterpret_cast<const std::byte*>(counting(3).data()));
+    write("x.h5:/first", counting(4), 4, DType::kFloat32);
+    part->finish();
+    EXPECT_THROW(whole->finish(), AlreadyExists);
+    EXPECT_EQ(read_all<float>(*open("x.h5:/first"), 1), counting(4));
+    EXPECT_EQ(read_all<float>(*open("x.h5:/part"), 1), counting(3));
+    std::filesystem::remove(at("x.h5"));
+  }
+}
+
+TEST_F(Hdf5Test, DatasetMadeMeanwhileIsReplacedOnlyWithOverwrite) {
+  write("x.h5:/one", counting(6), 2, DType::kFloat32);
+  const auto keep = create_rows(location("x.h5:/v"), 1, 3, DType::kFloat32);
+  const auto replace = create_rows(location("x.h5:/v"), 1, 3, DType::kFloat32, {.overwrite = true});
+  for (const auto* writer : {&keep, &replace}) (*writer)->write(1, reinterpret_cast<const std::byte*>(counting(3).data()));
+  write("x.h5:/v", counting(4), 4, DType::kFloat32);
+  EXPECT_THROW(keep->finish(), AlreadyExists);
+  EXPECT_EQ(open("x.h5:/v")->dim(), 4U);
+  replace->finish();
+  EXPECT_EQ(open("x.h5:/v")->dim(), 3U);
+  EXPECT_EQ(open("x.h5:/one")->dim(), 2U);
+}
+
+TEST_F(Hdf5Test, FileRemovedMeanwhileIsNotMadeAgain) {
+  write("x.h5:/one", counting(6), 2, DType::kFloat32);
+  const auto writer = create_rows(location("x.h5:/two"), 0, 3, DType::kFloat32);
+  std::filesystem::remove(at("x.h5"));
+  EXPECT_THAT(error_of<NotFound>([&] { writer->finish(); }), HasSubstr("removed by someone else"));
+}
+
+TEST_F(Hdf5Test, ThreadsAddToOneFileAtOnceWhileItIsBeingRead) {
+  write("x.h5:/one", counting(6), 2, DType::kFloat32);
+  const auto reader = open("x.h5:/one");  // has it locked as HDF5 locks
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t)
+    threads.emplace_back([&, t] { write("x.h5:/d" + std::to_string(t), counting(6), 2, DType::kFloat32); });
+  for (std::thread& thread : threads) thread.join();
+  for (int t = 0; t < 8; ++t) EXPECT_EQ(read_all<float>(*open("x.h5:/d" + std::to_string(t)), 3), counting(6));
+  EXPECT_EQ(read_all<float>(*reader, 3), counting(6));
+}
+
+TEST_F(Hdf5Test, FileOfASignatureAloneIsCalledIncomplete) {
+  make_file(at("x.h5"), std::string_view("\x89HDF\r\n\x1a\n", 8));
+  EXPECT_THAT(refuse<FormatError>("x.h5:/v"), HasSubstr("incomplete: only 8 bytes"));
 }
 
 TEST_F(Hdf5Test, WhatIsNoHdf5FileIsNotAddedTo) {

@@ -3,7 +3,10 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
+#include <atomic>
+#include <chrono>
 #include <csignal>
+#include <thread>
 
 #include "tests/io/test_folder.hpp"
 
@@ -160,6 +163,25 @@ TEST_F(WriterLockTest, DescriptorsAreNotLeakedByRefusedAttempts) {
   const int after = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
   ::close(after);
   EXPECT_EQ(before, after);
+}
+
+TEST_F(WriterLockTest, FolderLockWaitsForTheOtherOfItsFolder) {
+  std::atomic<bool> released{false};
+  std::thread other;
+  {
+    const FolderLock lock(at("x"));
+    EXPECT_TRUE(lock.held());
+    EXPECT_TRUE(FolderLock(folder_).held());  // of the folder above: another one
+    other = std::thread([&] {
+      const FolderLock second(at("y"));
+      EXPECT_TRUE(second.held());
+      EXPECT_TRUE(released.load());
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    released = true;
+  }
+  other.join();
+  EXPECT_FALSE(FolderLock(at("none/x")).held());
 }
 
 }  // namespace

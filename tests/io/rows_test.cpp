@@ -450,8 +450,7 @@ TEST(CopyRows, ErrorsOfEitherSideEndTheCopyWithTheRowsBeforeThem) {
 
     reader.fails_at = UINT64_MAX;
     reader.half_at = at;
-    EXPECT_THAT(error_of<DTypeError>([&] { copy(DType::kInt32); }),
-                HasSubstr("row " + std::to_string(at) + ", column 0"));
+    EXPECT_THAT(error_of<DTypeError>([&] { copy(DType::kInt32); }), HasSubstr("row " + std::to_string(at) + ", column 0"));
 
     reader.half_at = UINT64_MAX;
     CollectingWriter full(work);

@@ -643,14 +643,14 @@ TEST_F(StoreTest, GathersGoOnWhileATableIsResized) {
 }
 
 TEST_F(StoreTest, WhatAThreadChangesWhileTheStoreIsClosedIsCommittedOrRefused) {
+  float last = 0;  // over all rounds: in some the store is closed before the thread gets to write
   for (int round = 0; round < 10; ++round) {
-    float last = 0;
     {
       Store store = open(1 << 20);
       Table table = store.contains("t") ? store.table("t") : store.create("t", {.rows = 10, .dim = 1});
       std::thread writer([&] {
         try {
-          for (float i = 1;; ++i) {
+          for (float i = last + 1;; ++i) {
             scatter(table, {0}, {i});
             last = i;
           }

@@ -27,7 +27,7 @@ step "ruff format" "${ruff[@]}" format --check .
 step "mypy" .venv/bin/python -m mypy
 # Our own translation units but those that include torch or nanobind (minutes each, and their headers are not ours) and the kernels
 # (compiled by nvcc). Compile commands made for g++ carry options that clang does not know.
-mapfile -t tidy < <(find base io kernels store tools -name '*.cpp' | sort)
+mapfile -t tidy < <(find base io kernels store tools -name '*.cpp' -not -path 'tools/bench/*' | sort)
 tidy_all() {
   local unknown=(--extra-arg=-Wno-unknown-warning-option --extra-arg=-Wno-ignored-optimization-argument)
   printf '%s\0' "${tidy[@]}" | xargs -0 -n 1 -P "$(job_count)" clang-tidy -p build/release --quiet "${unknown[@]}" 2> >(grep -v 'warnings\? generated\.$' >&2)

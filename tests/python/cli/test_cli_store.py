@@ -343,7 +343,7 @@ def test_a_stopped_materialize_can_go_on(cli: Embermap, tmp_path: Path) -> None:
 
 
 def test_a_stopped_export_leaves_nothing(cli: Embermap, tmp_path: Path) -> None:
-    cli.ok("create", "t/x", "--rows", "40_000_000", "--dim", "64", cwd=tmp_path)
+    cli.ok("create", "t/x", "--rows", "12_000_000", "--dim", "64", cwd=tmp_path)
     process = subprocess.Popen(
         [cli.path, "export", "t/x", "b.npy"], cwd=tmp_path, stderr=subprocess.PIPE
     )
@@ -623,3 +623,29 @@ def test_read_only_file_system(cli: Embermap, tmp_path: Path) -> None:
         pytest.skip("not allowed to mount")
     assert done.returncode == 0, done
     assert "Read-only file system" in (tmp_path / "err").read_text()
+
+
+def test_nothing_is_written_into_the_directory_of_a_store(cli: Embermap, tmp_path: Path) -> None:
+    cli.ok("create", "t/x", "--rows", "4", "--dim", "2", cwd=tmp_path)
+    np.save(tmp_path / "a.npy", random_rows(4, 2))
+    (tmp_path / "link.npy").symlink_to("t/new.npy")
+    before = names(tmp_path / "t")
+    for target in ["t/new.npy", "t/new.h5:/v", "t/../t/new.npy", "link.npy"]:
+        for command in [["convert", "a.npy"], ["export", "t/x"]]:
+            cli.fails(
+                *command, target, "--overwrite", cwd=tmp_path, says=["store", "another place"]
+            )
+    options = ["--rows", "4", "--dim", "2"]
+    cli.fails("create", "t/a/b", *options, cwd=tmp_path, says=["t/a", "store"])
+    cli.fails("import", "a.npy", "t/a/b", cwd=tmp_path, says=["t/a", "store"])
+    assert names(tmp_path / "t") == before
+
+
+def test_small_memory_is_named_as_given_and_is_enough_to_describe(
+    cli: Embermap, tmp_path: Path
+) -> None:
+    cli.ok("create", "t/x", "--rows", "100", "--dim", "4", cwd=tmp_path)
+    cli.fails("export", "t/x", "a.npy", "--memory", "3000", cwd=tmp_path, says=["memory 2.93 KiB"])
+    cli.ok("export", "t/x", "a.npy", "--memory", "5000", "--quiet", cwd=tmp_path)
+    assert cli.ok("info", "t", "--memory", "1", cwd=tmp_path).out
+    assert cli.ok("info", "t/x", "--memory", "1", cwd=tmp_path).out

@@ -236,3 +236,12 @@ def test_json_is_one_object_whatever_bytes_a_path_has(cli: Embermap, tmp_path: P
 def test_errors_are_one_line_whatever_bytes_a_path_has(cli: Embermap, tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"gone\xff\nx.npy")
     assert "gone\\xff\\x0ax.npy: No such file or directory" in cli.fails("info", path).error
+
+
+def test_an_unknown_command_and_unexpected_arguments_are_named_in_order(
+    cli: Embermap, tmp_path: Path
+) -> None:
+    result = cli("foo", "--bar")
+    assert (result.code, "unknown command 'foo'" in result.error) == (2, True), result
+    result = cli("info", "a", "--first", "--second", cwd=tmp_path)
+    assert (result.code, "'--first' '--second'" in result.error) == (2, True), result
