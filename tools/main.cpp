@@ -113,6 +113,7 @@ int run(int argc, char** argv) {
 }  // namespace
 }  // namespace embermap::tools
 
+// NOLINTNEXTLINE(bugprone-exception-escape): nothing but memory can fail before run() catches
 int main(int argc, char** argv) {
   embermap::tools::claim_standard_descriptors();
   embermap::tools::catch_signals();

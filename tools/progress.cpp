@@ -36,7 +36,7 @@ std::string duration_text(std::uint64_t seconds) {
   return fmt::format("{}:{:02}", minutes, seconds % 60);
 }
 
-ProgressLine::ProgressLine(std::string label, std::uint64_t unit_bytes, bool quiet)
+ProgressLine::ProgressLine(std::string_view label, std::uint64_t unit_bytes, bool quiet)
     : label_{printable(label)},
       unit_bytes_{unit_bytes},
       enabled_{!quiet && can_erase_lines()},

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <mutex>
 #include <string>
+#include <string_view>
 
 #include "io/rows.hpp"
 
@@ -16,7 +17,7 @@ namespace embermap::tools {
 class ProgressLine {
  public:
   // `unit_bytes`: what one unit of done and total stands for, for the rate.
-  ProgressLine(std::string label, std::uint64_t unit_bytes, bool quiet);
+  ProgressLine(std::string_view label, std::uint64_t unit_bytes, bool quiet);
   ~ProgressLine();
   ProgressLine(const ProgressLine&) = delete;
   ProgressLine& operator=(const ProgressLine&) = delete;
