@@ -109,6 +109,13 @@ void gather_rows(std::span<const std::byte* const> rows, std::uint64_t row_bytes
       [=](std::uint64_t i) { return out + i * row_bytes; });
 }
 
+void gather_rows(const std::byte* base, std::uint64_t stride, std::span<const std::uint64_t> ids, std::uint64_t row_bytes,
+                 std::byte* out, ThreadPool& pool) {
+  copy_rows(
+      ids.size(), row_bytes, aligned(out, 16) ? 16 : 64, pool, [=](std::uint64_t i) { return base + ids[i] * stride; },
+      [=](std::uint64_t i) { return out + i * row_bytes; });
+}
+
 void gather_rows_to(std::span<const std::byte* const> rows, std::span<const std::uint32_t> positions, std::uint64_t row_bytes,
                     std::byte* out, ThreadPool& pool) {
   require_same(rows.size(), positions.size(), "positions");

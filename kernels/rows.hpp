@@ -18,6 +18,10 @@ namespace embermap {
 // streaming stores: they do not push the hot rows out of the caches.
 void gather_rows(std::span<const std::byte* const> rows, std::uint64_t row_bytes, std::byte* out, ThreadPool& pool);
 
+// As gather_rows for rows that lie at equal distances: row i is base + ids[i] * stride.
+void gather_rows(const std::byte* base, std::uint64_t stride, std::span<const std::uint64_t> ids, std::uint64_t row_bytes,
+                 std::byte* out, ThreadPool& pool);
+
 // As gather_rows, but row i goes to out + positions[i] * row_bytes. Positions are distinct.
 void gather_rows_to(std::span<const std::byte* const> rows, std::span<const std::uint32_t> positions, std::uint64_t row_bytes,
                     std::byte* out, ThreadPool& pool);

@@ -1,11 +1,10 @@
-// The pages of one table that are in memory: frames of the slab, which page each holds, how recently it was used, whether it is
-// dirty, and which batches hold it.
+// The pages of one table that are in memory: frames of the slab and which page each holds. What batches, scans and commits see;
+// WholePages and EvictingPages are the two ways it is done.
 #pragma once
 
-#include <condition_variable>
+#include <atomic>
 #include <cstdint>
-#include <exception>
-#include <mutex>
+#include <memory>
 #include <optional>
 #include <span>
 #include <utility>
@@ -13,132 +12,112 @@
 
 #include "base/thread_pool.hpp"
 #include "store/page_file.hpp"
+#include "store/replacement.hpp"
 #include "store/slab.hpp"
 
 namespace embermap {
 
-enum class Access : std::uint8_t { kRead, kWrite };
+class Worker;
 
-// Replacement is exact LRU in units of batches: a hold uses each of its pages once, as it begins: first the pages that were in
-// memory, in the order in which the batch asks for them, then those it misses, in the order of the file. A held page is never
-// evicted. A frame is free, or in the look-up table and the LRU list; a fill that failed takes it out of both, and it becomes
-// free when the last batch that waited for it has let go.
-//
+enum class Access : std::uint8_t {
+  kRead,
+  kWrite,
+  kPrefetch  // as kRead, for a batch that is still to come
+};
+
 // Thread safety: all members may be called from several threads. Residency is decided under one lock; reading misses and copying
-// rows happen outside it, with the pages held. Whoever writes into frames must hold them with Access::kWrite and keep other
-// writers of the same rows and flush() away (the table's lock does).
+// rows happen outside it, with the pages held. Whoever writes into frames must hold them with Access::kWrite and keep other users
+// of the same rows away (the table's lock does); flush() needs the absence of writers. A thread that has a Hold must not ask for
+// another one.
 class HotPages {
  public:
-  // Frame `i` of the slab begins at data() + i * page_bytes. `frames` >= 1. Allocates and prefaults.
-  HotPages(PageFile& file, std::uint64_t frames, ThreadPool& compute);
-  ~HotPages() = default;
-  HotPages(const HotPages&) = delete;
-  HotPages& operator=(const HotPages&) = delete;
+  static constexpr std::uint32_t kAbsent = kNoFrame;
+  static constexpr std::uint64_t kMaxFrames = 1ULL << 31;
 
-  // Pages held by one batch, until it dies.
+  struct Counts {
+    std::uint64_t hits = 0, misses = 0, evictions = 0, resident = 0, dirty = 0;
+    std::uint64_t waited_ns = 0;  // how long batches waited for the disk, added up over threads
+  };
+
+  // Pages held by one batch, until it dies: they stay where they are.
   class [[nodiscard]] Hold {
    public:
-    Hold(Hold&& other) noexcept : owner_{std::exchange(other.owner_, nullptr)}, frames_{std::move(other.frames_)} {}
+    Hold(Hold&& other) noexcept
+        : owner_{std::exchange(other.owner_, nullptr)},
+          ticket_{other.ticket_},
+          pages_{other.pages_},
+          frames_{std::move(other.frames_)} {}
     Hold& operator=(Hold&&) = delete;
     ~Hold() {
-      if (owner_ != nullptr) owner_->release(frames_);
+      if (owner_ != nullptr) owner_->release(*this);
     }
-    std::uint64_t pages() const noexcept { return frames_.size(); }
+    std::uint64_t pages() const noexcept { return pages_; }  // distinct ones
+    // All rows of the pages that were promised to be replaced are written now. Without it those that were not in memory are
+    // forgotten when the hold dies, since nobody knows what is in them.
+    void replaced() noexcept { replaced_ = true; }
 
    private:
     friend class HotPages;
-    Hold(HotPages* owner, std::vector<std::uint32_t> frames) : owner_{owner}, frames_{std::move(frames)} {}
+    friend class WholePages;
+    friend class EvictingPages;
+    Hold(HotPages* owner, std::uint64_t ticket, std::uint64_t pages, std::vector<std::uint32_t> frames)
+        : owner_{owner}, ticket_{ticket}, pages_{pages}, frames_{std::move(frames)} {}
     HotPages* owner_;
-    std::vector<std::uint32_t> frames_;
+    std::uint64_t ticket_;  // what the owner knows the hold by
+    std::uint64_t pages_;
+    std::vector<std::uint32_t> frames_;  // those that need more than the ticket when the hold ends
+    bool replaced_ = false;
   };
+
+  virtual ~HotPages() = default;
+  HotPages(const HotPages&) = delete;
+  HotPages& operator=(const HotPages&) = delete;
 
   // Makes pages[i] resident in frame frame_of[i] and holds it; pages may repeat. Misses are read together. With Access::kWrite
   // the pages are marked dirty here, before anyone can change them: a dirty mark cannot be lost. nullopt, and nothing done, if
   // there are more distinct pages than frames. Waits while other holds leave too few frames. Throws what PageFile::read and write
   // throw; nothing is held then.
-  std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access);
+  // `replaced` (empty, or one flag for each of `pages`): the caller will write every row of the page, so that a page that is not
+  // in memory is neither read nor generated; the hold's replaced() says that it was done.
+  virtual std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
+                                   std::span<const std::uint8_t> replaced = {}) = 0;
 
-  // Copies what is resident: for each page, holds it if it is in memory (frame_of[i] its frame) or sets kAbsent. For scans, which
+  // For each page, which must be distinct: holds it if it is in memory (frame_of[i] its frame) or sets kAbsent. For scans, which
   // load nothing and do not count as use.
-  Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access);
-  static constexpr std::uint32_t kAbsent = 0xFFFFFFFFU;
+  virtual Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) = 0;
 
-  // Writes all dirty pages to the file (not synced). Needs the absence of writers.
-  void flush();
-  std::uint64_t frames() const noexcept { return frames_.size(); }
+  // Writes all dirty pages to the file (not synced).
+  virtual void flush() = 0;
+  virtual Counts counts() const = 0;
+
+  std::uint64_t frames() const noexcept { return frame_count_; }
   std::byte* frame(std::uint32_t index) const noexcept { return slab_.data() + index * page_bytes_; }
   const Slab& slab() const noexcept { return slab_; }
+  // Whether every page of the table has a frame, the one of its own number: row r then lies at slab().data() + r * stride.
+  bool whole() const noexcept { return whole_; }
 
-  struct Counts {
-    std::uint64_t hits = 0, misses = 0, evictions = 0, resident = 0, dirty = 0;
-  };
-  Counts counts() const;
-
-  // Memory a frame takes besides its page: its entry and its part of the look-up table.
-  static constexpr std::uint64_t kFrameOverhead = 40 + 2 * 2 * 16;
-
- private:
-  enum class State : std::uint8_t { kFree, kFilling, kReady, kFailed };
-  struct Frame {
-    std::uint64_t page = 0;
-    std::uint64_t batch = 0;  // the last batch that asked for it
-    std::uint32_t previous = kAbsent, next = kAbsent;
-    std::uint32_t holds = 0;
-    State state = State::kFree;
-    bool dirty = false;
-  };
-  static_assert(sizeof(Frame) <= 40);
-
-  // Page -> frame for resident pages: open addressing, linear probing, at most half full.
-  class Lookup {
-   public:
-    explicit Lookup(std::uint64_t frames);
-    std::uint32_t find(std::uint64_t page) const noexcept;
-    void prefetch(std::uint64_t page) const noexcept { __builtin_prefetch(&slots_[slot(page)]); }
-    void insert(std::uint64_t page, std::uint32_t frame) noexcept;
-    void erase(std::uint64_t page) noexcept;
-
-   private:
-    struct Slot {
-      std::uint64_t page = 0;
-      std::uint32_t frame = kAbsent;
-    };
-    std::uint64_t slot(std::uint64_t page) const noexcept { return (page * 0x9E3779B97F4A7C15ULL) >> shift_; }
-    std::vector<Slot> slots_;
-    unsigned shift_;
-  };
-
-  void release(std::span<const std::uint32_t> frames) noexcept;
-  // All below: with mutex_ held.
-  // Splits the batch into frames found and pages missing; waits until there are frames for the missing ones. False: more pages
-  // than frames.
-  bool look_up(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, std::vector<std::uint32_t>& found,
-               std::vector<std::uint64_t>& missing, std::unique_lock<std::mutex>& lock);
-  // Gives each missing page a frame, held, and reads them with the lock released; appends the frames to `found`.
-  std::exception_ptr fill(std::span<const std::uint64_t> missing, Access access, std::vector<std::uint32_t>& found,
-                          std::unique_lock<std::mutex>& lock);
-  void mark(Frame& frame, Access access) noexcept;
-  void acquire(std::uint32_t frame) noexcept;
-  void let_go(std::uint32_t frame) noexcept;
-  void use(std::uint32_t frame) noexcept;                          // makes it the most recently used
-  std::uint32_t oldest_unheld(std::uint32_t from) const noexcept;  // from `from` on, towards the newest
-  void append(std::uint32_t frame) noexcept;                       // most recently used end
-  void unlink(std::uint32_t frame) noexcept;
-  void clean(std::uint64_t victims);  // makes the next victims clean, writing a larger group of dirty pages at once
-  std::uint32_t take_victim();
+ protected:
+  HotPages(PageFile& file, std::uint64_t frames, ThreadPool& compute, bool whole);
+  virtual void release(Hold& hold) noexcept = 0;
 
   PageFile& file_;
-  std::uint64_t page_bytes_;
+  ThreadPool& compute_;
+
+ private:
+  const std::uint64_t page_bytes_;
+  const std::uint64_t frame_count_;
+  const bool whole_;
   Slab slab_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;  // a hold ended or a fill ended
-  std::vector<Frame> frames_;
-  std::vector<std::uint32_t> free_;
-  Lookup lookup_;
-  std::uint32_t oldest_ = kAbsent, newest_ = kAbsent;
-  std::uint64_t batch_ = 0;
-  std::uint64_t held_ = 0;  // frames with holds
-  Counts counts_;
 };
+
+// Makes whichever kind fits: WholePages if frames >= the table's pages. Frames are prefaulted. `cleaner` runs write-behind
+// (null: dirty pages are written when their frames are needed).
+std::unique_ptr<HotPages> make_hot_pages(PageFile& file, std::uint64_t frames, ThreadPool& compute, Worker* cleaner,
+                                         Replacement replacement = Replacement::kLru);
+
+// Memory that a frame takes besides its page, at most, where the table does not fit.
+std::uint64_t frame_overhead(Replacement replacement) noexcept;
+// Memory that `frames` frames of a table of `pages` pages take besides the pages themselves.
+std::uint64_t frames_overhead(std::uint64_t frames, std::uint64_t pages, Replacement replacement) noexcept;
 
 }  // namespace embermap

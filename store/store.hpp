@@ -11,6 +11,7 @@
 
 #include "base/size_text.hpp"
 #include "io/rows.hpp"
+#include "store/replacement.hpp"
 #include "store/table.hpp"
 
 namespace embermap {
@@ -25,6 +26,8 @@ struct StoreOptions {
   };
   Mode mode = Mode::kOpenOrCreate;
   std::uint64_t memory = 1ULL << 30;  // bytes for hot pages, look-up tables, page bits and checksums of all tables together
+  Replacement replacement = Replacement::kLru;  // what memory that is too small for a table keeps; see store/replacement.hpp
+  bool write_behind = true;  // write dirty pages ahead of need, on a thread of the store's; false: when a miss needs their frames
   int device = -1;  // CUDA device whose kernels will use the hot pages; -1: none. Throws CudaError if there is no such device
   unsigned threads = 0;  // for copies and steps; 0: what the process may use, at most 16. Reads have 16 threads of their own
   bool accept_unclean = false;  // take tables as they are after a session that ended without commit (see CorruptError on open)

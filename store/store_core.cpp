@@ -47,14 +47,46 @@ bool UncommittedMark::is_set() const {
   return set_.has_value();
 }
 
-void Prefetcher::add(std::function<void()> job) {
+void Prefetch::State::end() {
+  {
+    const std::lock_guard lock(mutex);
+    ended = true;
+    job = nullptr;
+  }
+  changed.notify_all();
+}
+
+void Prefetch::cancel() noexcept {
+  if (state_) state_->cancelled = true;
+}
+
+bool Prefetch::wait(std::optional<std::chrono::nanoseconds> timeout) const {
+  if (!state_) return true;
+  std::unique_lock lock(state_->mutex);
+  const auto ended = [&] { return state_->ended; };
+  if (timeout) return state_->changed.wait_for(lock, *timeout, ended);
+  state_->changed.wait(lock, ended);
+  return true;
+}
+
+bool Prefetch::done() const { return wait(std::chrono::nanoseconds(0)); }
+
+void Prefetcher::add(std::shared_ptr<Prefetch::State> job) {
+  std::shared_ptr<Prefetch::State> given_up;
   {
     const std::lock_guard lock(mutex_);
-    if (stop_) return;
-    if (jobs_.size() == kMostJobs) jobs_.pop_front();
-    jobs_.push_back(std::move(job));
-    if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+    if (stop_) {
+      given_up = std::move(job);
+    } else {
+      if (jobs_.size() == kMostJobs) {
+        given_up = std::move(jobs_.front());
+        jobs_.pop_front();
+      }
+      jobs_.push_back(std::move(job));
+      if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+    }
   }
+  if (given_up) given_up->end();
   changed_.notify_all();
 }
 
@@ -63,15 +95,18 @@ void Prefetcher::work() {
   for (;;) {
     changed_.wait(lock, [&] { return stop_ || !jobs_.empty(); });
     if (stop_) return;
-    const std::function<void()> job = std::move(jobs_.front());
+    running_ = std::move(jobs_.front());
     jobs_.pop_front();
+    const auto job = running_;
     lock.unlock();
     try {
-      job();
+      if (!job->cancelled) job->job(job->cancelled);
     } catch (const std::exception&) {
       // A hint that failed: the call that needs the rows meets the same error and reports it.
     }
+    job->end();
     lock.lock();
+    running_ = nullptr;
   }
 }
 
@@ -80,11 +115,14 @@ void Prefetcher::stop() {
     if (thread_.joinable()) thread_.detach();
     return;
   }
+  std::deque<std::shared_ptr<Prefetch::State>> given_up;
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
-    jobs_.clear();
+    given_up.swap(jobs_);
+    if (running_) running_->cancelled = true;
   }
+  for (const auto& job : given_up) job->end();
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }

@@ -19,6 +19,7 @@
 #include "io/file.hpp"
 #include "kernels/cuda.hpp"
 #include "store/store.hpp"
+#include "store/worker.hpp"
 
 namespace embermap {
 
@@ -42,24 +43,35 @@ class UncommittedMark {
   std::optional<std::uint64_t> set_;  // the number in the file
 };
 
-// Runs prefetches one after another on a thread of its own, started with the first. At most kMostJobs wait; the oldest is dropped
-// for a new one: a prefetch is a hint, and the newest is the one that is still of use.
+// Runs prefetches one after another on a thread of its own, started with the first. At most kMostJobs wait; the oldest is given
+// up for a new one: a prefetch is a hint, and the newest is the one that is still of use.
 class Prefetcher {
  public:
   Prefetcher() = default;
   ~Prefetcher() { stop(); }
-  void add(std::function<void()> job);
-  void stop();  // drops what waits, waits for what runs
+  void add(std::shared_ptr<Prefetch::State> job);
+  void stop();  // gives up what waits and what runs, and waits until it has ended
 
  private:
   static constexpr std::size_t kMostJobs = 4;
   void work();
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::function<void()>> jobs_;
+  std::deque<std::shared_ptr<Prefetch::State>> jobs_;
+  std::shared_ptr<Prefetch::State> running_;
   bool stop_ = false;
   std::thread thread_;
   pid_t process_ = getpid();
+};
+
+// Shared by the handle and the thread that reads.
+struct Prefetch::State {
+  std::function<void(const std::atomic<bool>& cancelled)> job;  // emptied when it has ended
+  std::atomic<bool> cancelled{false};
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool ended = false;
+  void end();
 };
 
 struct StoreCore {
@@ -68,6 +80,8 @@ struct StoreCore {
         writable{options.mode != StoreOptions::Mode::kRead},
         checks_pages{writable || !options.accept_unclean},
         memory{options.memory},
+        replacement{options.replacement},
+        write_behind{options.write_behind},
         device{options.device},
         ops{file_ops},
         compute{options.threads},
@@ -88,12 +102,15 @@ struct StoreCore {
   const bool writable;
   const bool checks_pages;  // false where tables are taken as they are, and cannot be resealed
   const std::uint64_t memory;
+  const Replacement replacement;
+  const bool write_behind;
   const int device;
   FileOps& ops;
   ThreadPool compute;
   ThreadPool io;
   UncommittedMark mark;
   Prefetcher prefetcher;
+  Worker cleaner;  // write-behind of all tables
   std::atomic<std::uint64_t> commit{0};
   std::atomic<bool> closed{false};
   std::atomic<bool> pin_warned{false};

@@ -9,6 +9,7 @@
 
 #include "base/checked.hpp"
 #include "io/npy.hpp"
+#include "store/hot_pages.hpp"
 
 namespace embermap {
 namespace {
@@ -154,7 +155,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
         entries.erase(name);
       }
     }
-    const auto shares = plan(core->memory, entries);
+    const auto shares = plan(core->memory, core->replacement, entries);
     impl->apply(shares);
     if (unclean && core->writable) {
       for (const auto& [name, table] : impl->tables_) table->reseal();
@@ -236,7 +237,7 @@ TableEntry Store::Impl::new_entry(std::string_view name, const TableOptions& opt
 void Store::Impl::check_budget(std::string_view name, const TableEntry& entry) const {
   auto entries = manifest_.tables;
   entries.emplace(name, entry);
-  (void)plan(core_->memory, entries);
+  (void)plan(core_->memory, core_->replacement, entries);
 }
 
 Store::Impl::NewFiles Store::Impl::new_files(std::string_view name, const TableEntry& entry) const {
@@ -296,7 +297,7 @@ Table Store::Impl::create(std::string_view name, const TableOptions& options) {
 Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   Manifest manifest = manifest_;
   manifest.tables.emplace(name, entry);
-  const auto shares = plan(core_->memory, manifest.tables);
+  const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
   auto table = open_table(name, entry);
   apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
   table->set_share(shares.at(name));
@@ -457,7 +458,7 @@ void Store::Impl::remove(std::string_view name) {
   if (!adopted) unlink(data_path(name));
   unlink(pages_path(name));
   sync_directory(core_->path, core_->ops);
-  apply(plan(core_->memory, manifest_.tables));
+  apply(plan(core_->memory, core_->replacement, manifest_.tables));
 }
 
 std::uint64_t Store::Impl::commit() {
@@ -466,8 +467,8 @@ std::uint64_t Store::Impl::commit() {
   return commit_locked(/*even_unchanged=*/false);
 }
 
-std::vector<std::unique_lock<std::shared_mutex>> Store::Impl::stand_still() {
-  std::vector<std::unique_lock<std::shared_mutex>> still;
+std::vector<std::unique_lock<FairSharedMutex>> Store::Impl::stand_still() {
+  std::vector<std::unique_lock<FairSharedMutex>> still;
   for (const auto& [name, table] : tables_) still.push_back(table->stand_still());
   return still;
 }
@@ -510,7 +511,7 @@ void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
   make_geometry(rows, entry.geometry.stride, 1, false, entry.page_bytes);  // throws if a file cannot hold so many
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;
-  const auto shares = plan(core_->memory, manifest.tables);
+  const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
 
   commit_still(/*even_unchanged=*/false);
   // The steps below change files that the manifest describes. A crash in between is noticed as an unclean end; the files fit the
@@ -542,7 +543,7 @@ void Store::Impl::materialize(TableImpl& table, const Progress& progress) {
   commit_locked(/*even_unchanged=*/false);
 }
 
-std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory,
+std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Replacement replacement,
                                                      const std::map<std::string, TableEntry, std::less<>>& tables) {
   struct Need {
     std::string name;
@@ -552,7 +553,7 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory,
   std::uint64_t least = 0, bits = 0;
   for (const auto& [name, entry] : tables) {
     const std::uint64_t pages = entry.geometry.pages();
-    const std::uint64_t frame = entry.geometry.page_bytes() + HotPages::kFrameOverhead;
+    const std::uint64_t frame = entry.geometry.page_bytes() + frame_overhead(replacement);
     needs.push_back({name, pages, frame, PageLedger::bits_bytes(pages), pages * frame + PageLedger::checksum_bytes(pages)});
     bits += needs.back().bits;
     least += needs.back().bits + (pages == 0 ? 0 : frame);
@@ -585,7 +586,7 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory,
     const std::uint64_t sums = PageLedger::checksum_bytes(need.pages);
     share.checksums = sums <= bytes / 8 && bytes - sums >= need.frame;
     share.frames = std::min(need.pages, (bytes - (share.checksums ? sums : 0)) / need.frame);
-    share.frames = std::min<std::uint64_t>(share.frames, HotPages::kAbsent - 1);
+    share.frames = std::min<std::uint64_t>(share.frames, HotPages::kMaxFrames);
     shares.emplace(need.name, share);
     left -= bytes;
     want -= need.want;
@@ -622,6 +623,7 @@ void Store::Impl::release() noexcept {
   const std::lock_guard guard(mutex_);
   for (const auto& [name, table] : tables_) table->close();
   tables_.clear();
+  core_->cleaner.stop();
   lock_.release();
 }
 

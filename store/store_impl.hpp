@@ -63,12 +63,12 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   // Adds an entry whose files are complete; on failure removes nothing of them.
   Table add(const std::string& name, const TableEntry& entry);
   // Keeps all tables' users out: what happens then is one moment of all of them.
-  std::vector<std::unique_lock<std::shared_mutex>> stand_still();
+  std::vector<std::unique_lock<FairSharedMutex>> stand_still();
   std::uint64_t commit_locked(bool even_unchanged);
   std::uint64_t commit_still(bool even_unchanged);  // with all tables standing still
   void release() noexcept;
   // Shares of the budget for these tables. Throws BudgetError naming the least that would do.
-  static std::map<std::string, MemoryShare> plan(std::uint64_t memory,
+  static std::map<std::string, MemoryShare> plan(std::uint64_t memory, Replacement replacement,
                                                  const std::map<std::string, TableEntry, std::less<>>& tables);
   void apply(const std::map<std::string, MemoryShare>& shares);
   std::filesystem::path data_path(std::string_view name) const { return core_->path / (std::string(name) + ".npy"); }

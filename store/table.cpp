@@ -34,7 +34,7 @@ void Table::update(std::span<const std::int64_t> ids, std::span<const std::byte>
                    std::optional<double> lr) {
   impl_->update(ids, grads, grad_dtype, lr);
 }
-void Table::prefetch(std::span<const std::int64_t> ids) { impl_->prefetch(ids); }
+Prefetch Table::prefetch(std::span<const std::int64_t> ids) { return impl_->prefetch(ids); }
 
 void Table::gather(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, std::string_view field,
                    CudaStream stream) {

@@ -1,6 +1,7 @@
 // One table of a store: rows x dim of one dtype, with per-row optimizer state if it is trained.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -10,6 +11,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.hpp"
@@ -35,7 +37,7 @@ struct TableOptions {
 // Counters since the table was opened (pages, bytes) and the state of its hot pages now.
 struct TableStats {
   std::uint64_t hits = 0;    // pages a batch wanted and found in memory; a batch counts each of its pages once
-  std::uint64_t misses = 0;  // pages it had to read or generate
+  std::uint64_t misses = 0;  // pages it had to read or generate; a prefetch is a batch too
   std::uint64_t evictions = 0;
   std::uint64_t write_backs = 0;  // dirty pages written to the file
   std::uint64_t pages_read = 0;
@@ -44,6 +46,7 @@ struct TableStats {
   std::uint64_t bytes_written = 0;
   std::uint64_t rows_gathered = 0;  // ids asked for
   std::uint64_t rows_written = 0;   // ids in scatter, add, update
+  double seconds_waiting = 0;       // calls waited for the disk, and for pages that others were reading; added up over threads
   std::uint64_t frames = 0;         // 0 before the first use
   std::uint64_t page_bytes = 0;
   std::uint64_t resident_pages = 0;
@@ -66,13 +69,32 @@ struct VerifyReport {
 
 class TableImpl;
 
+// What Table::prefetch() began; copies mean the same. It may be thrown away: the reading goes on.
+// Thread safety: all members may be called from several threads.
+class Prefetch {
+ public:
+  Prefetch() = default;  // one that has ended
+  // What has not been asked of the disk yet is not read any more. Returns at once.
+  void cancel() noexcept;
+  // True once it has ended: read, given up, or failed. Waits at most `timeout` (nullopt: until then).
+  bool wait(std::optional<std::chrono::nanoseconds> timeout = {}) const;
+  bool done() const;
+
+  struct State;
+  explicit Prefetch(std::shared_ptr<State> state) : state_{std::move(state)} {}
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
 // A handle; copies name the same table. Stays valid after the store is closed or the table removed, and then throws ClosedError.
 //
-// Thread safety: all members may be called from several threads. gather and read run side by side; scatter, add, update, resize
-// run alone. Ids are row numbers in [0, rows()); a bad one throws RowIdError naming the first, before anything is read or
-// changed. Rows of ids given several times: gather repeats them, scatter keeps the last, add and update sum. Data is in host
-// memory unless it says "device". Calls block on disk reads. Errors: IoError, CorruptError, ReadOnlyError, InvalidArgument (sizes
-// that disagree), DTypeError, ClosedError.
+// Thread safety: all members may be called from several threads. gather, read and the reading of pages for any call run side by
+// side; rows are changed by one call at a time, which no other sees half done. resize, write, materialize and verify run alone,
+// and so does a call that needs more pages than the table has frames. Ids are row numbers in [0, rows()); a bad one throws
+// RowIdError naming the first, before anything is read or changed. Rows of ids given several times: gather repeats them, scatter
+// keeps the last, add and update sum. Data is in host memory unless it says "device". Calls block on disk reads. Errors: IoError,
+// CorruptError, ReadOnlyError, InvalidArgument (sizes that disagree), DTypeError, ClosedError.
 class Table {
  public:
   const std::string& name() const;
@@ -104,9 +126,9 @@ class Table {
   void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
               std::optional<double> lr = {});
   // Reads pages of these rows, on a thread of the store's, while the caller goes on: at most half of the frames, and only the
-  // newest four calls wait. A hint: errors in reading are met again, and reported, by the call that needs the rows. Bad ids are
-  // refused at once.
-  void prefetch(std::span<const std::int64_t> ids);
+  // newest four calls wait (the oldest is given up for a new one). A hint: errors in reading are met again, and reported, by the
+  // call that needs the rows. Bad ids are refused at once; ids that nobody asks for afterwards only cost their reads.
+  Prefetch prefetch(std::span<const std::int64_t> ids);
 
   // The same with ids and data in device memory of `device`, ordered on `stream`. When they return, the hot pages are no longer
   // used by the device; results in device memory are ordered on `stream`. Element counts: `count` ids, count x dim elements.

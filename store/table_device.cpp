@@ -7,10 +7,8 @@
 
 namespace embermap {
 
-void TableImpl::for_device_passes(
-    CudaBatch& batch, Access access, CudaStream stream,
-    const std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>)>& body) {
-  if (batch.pages.empty()) return;
+void TableImpl::for_device_passes(const DeviceCall& call, Access access, CudaStream stream, const DevicePass& body) {
+  const CudaBatch& batch = *call.batch;
   HotPages& pages_in_memory = hot();
   const FrameSource source{.slab = pages_in_memory.slab().data(),
                            .registered = pinned_.registered(),
@@ -22,57 +20,74 @@ void TableImpl::for_device_passes(
     const std::uint64_t count = std::min<std::uint64_t>(frames.size(), batch.pages.size() - first);
     const std::span<std::uint32_t> places(frames.data(), count);
     const auto hold = pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
+    std::shared_lock<FairSharedMutex> reading(rows_, std::defer_lock);
+    std::unique_lock<FairSharedMutex> writing(rows_, std::defer_lock);
+    if (call.shared.owns_lock()) {
+      if (access == Access::kRead)
+        reading.lock();
+      else
+        writing.lock();
+    }
     try {
       body(source, first, places);
     } catch (...) {
       // Frames must not be given up while a kernel may still use them.
       try {
-        core_->engine(core_->device).wait(stream);
+        call.engine.wait(stream);
       } catch (const CudaError&) {
         // the first error is the one to report
       }
       throw;
     }
-    core_->engine(core_->device).wait(stream);
+    call.engine.wait(stream);
     first += count;
   }
 }
 
+TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
+  CudaEngine& engine = core_->engine(device);
+  const auto make = [&] {
+    return engine.make_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
+  };
+  DeviceCall call{engine, side_by_side(), {}, nullptr};
+  call.batch = make();
+  if (count == 0 || call.batch->pages.size() <= hot().frames()) return call;
+  call.shared.unlock();
+  call.alone = alone();
+  call.batch = make();  // there may be fewer rows than a moment ago
+  return call;
+}
+
 void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
                               std::string_view field_name, CudaStream stream) {
-  const auto lock = side_by_side();
   const Field& field = schema_.field(field_name);
-  CudaEngine& engine = core_->engine(device);
-  const Geometry& geometry = entry_.geometry;
-  const auto batch = engine.make_batch(ids, count, geometry.rows, geometry.rows_per_page, name_, stream);
+  const DeviceCall call = begin_device(device, ids, count, stream);
   if (count == 0) return;
-  for_device_passes(*batch, Access::kRead, stream,
+  for_device_passes(call, Access::kRead, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
-                      engine.fetch(*batch, source, first, frames, field.offset, field.bytes, core_->compute, stream);
+                      call.engine.fetch(*call.batch, source, first, frames, field.offset, field.bytes, core_->compute, stream);
                     });
-  engine.expand(*batch, out, stream);
+  call.engine.expand(*call.batch, out, stream);
   rows_gathered_ += count;
 }
 
 void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows,
                                std::string_view field_name, CudaStream stream) {
-  const auto lock = alone();
   check_writable();
   const Field& field = schema_.field(field_name);
-  CudaEngine& engine = core_->engine(device);
-  const Geometry& geometry = entry_.geometry;
-  const auto batch = engine.make_batch(ids, count, geometry.rows, geometry.rows_per_page, name_, stream);
+  const DeviceCall call = begin_device(device, ids, count, stream);
   if (count == 0) return;
-  engine.reserve(*batch, field.offset, field.bytes, stream);
-  engine.assign(*batch, rows, stream);
-  for_device_passes(*batch, Access::kWrite, stream,
+  call.engine.reserve(*call.batch, field.offset, field.bytes, stream);
+  call.engine.assign(*call.batch, rows, stream);
+  for_device_passes(call, Access::kWrite, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
-                      engine.write_back(*batch, source, first, frames, core_->compute, stream);
+                      call.engine.write_back(*call.batch, source, first, frames, core_->compute, stream);
                     });
   rows_written_ += count;
 }
 
 void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream) {
+  check_writable();
   change_device(
       device, ids, count, schema_.fields()[0].bytes, stream,
       [&](CudaEngine& engine, CudaBatch& batch) { engine.add(batch, schema_.dim(), schema_.dtype(), rows, stream); }, [] {});
@@ -99,29 +114,28 @@ void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t
 
 void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
                               const std::function<void(CudaEngine&, CudaBatch&)>& change, const std::function<void()>& done) {
-  const auto lock = alone();
-  check_writable();
-  CudaEngine& engine = core_->engine(device);
-  const Geometry& geometry = entry_.geometry;
-  const auto batch = engine.make_batch(ids, count, geometry.rows, geometry.rows_per_page, name_, stream);
+  const DeviceCall call = begin_device(device, ids, count, stream);
   if (count == 0) return;
-  const bool one_pass = batch->pages.size() <= hot().frames();
-  for_device_passes(*batch, one_pass ? Access::kWrite : Access::kRead, stream,
+  CudaEngine& engine = call.engine;
+  CudaBatch& batch = *call.batch;
+  const bool one_pass = call.shared.owns_lock();
+  for_device_passes(call, one_pass ? Access::kWrite : Access::kRead, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
-                      engine.fetch(*batch, source, first, frames, 0, bytes, core_->compute, stream);
+                      engine.fetch(batch, source, first, frames, 0, bytes, core_->compute, stream);
                       if (!one_pass) return;
-                      change(engine, *batch);
-                      engine.write_back(*batch, source, first, frames, core_->compute, stream);
+                      change(engine, batch);
+                      engine.write_back(batch, source, first, frames, core_->compute, stream);
+                      done();
                     });
   if (!one_pass) {
     // The working set holds all rows; only the pages come and go.
-    change(engine, *batch);
-    for_device_passes(*batch, Access::kWrite, stream,
+    change(engine, batch);
+    for_device_passes(call, Access::kWrite, stream,
                       [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
-                        engine.write_back(*batch, source, first, frames, core_->compute, stream);
+                        engine.write_back(batch, source, first, frames, core_->compute, stream);
                       });
+    done();
   }
-  done();
   rows_written_ += count;
 }
 

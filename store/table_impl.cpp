@@ -8,11 +8,14 @@
 #include "base/checked.hpp"
 #include "io/npy.hpp"
 #include "kernels/rows.hpp"
+#include "store/whole_pages.hpp"
 
 namespace embermap {
 namespace {
 // A gather of more ids is treated as several batches, so that its bookkeeping (20 bytes an id) stays small.
 constexpr std::uint64_t kGatherBlock = 1U << 20;
+constexpr std::uint64_t kGrain = 16384;              // ids a thread looks after at a time
+constexpr std::uint64_t kPrefetchBytes = 16U << 20;  // of pages, between two looks at whether a prefetch is still wanted
 }  // namespace
 
 TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEntry entry, File data, PageLedger ledger)
@@ -20,6 +23,7 @@ TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEnt
       name_{std::move(name)},
       schema_{entry.dim, entry.dtype, entry.optimizer},
       writable_{!entry.adopted || entry.adopted_writable},
+      page_of_row_{entry.geometry.rows_per_page},
       entry_{std::move(entry)},
       step_{entry_.step} {
   StoreCore* const shared = core_.get();  // outlives file_
@@ -33,16 +37,16 @@ void TableImpl::check_open() const {
   if (!file_) throw ClosedError(fmt::format("table '{}' was removed", printable(name_)));
 }
 
-std::shared_lock<std::shared_mutex> TableImpl::side_by_side() const {
+TableImpl::Shared TableImpl::side_by_side() const {
   core_->check_usable();  // first: in a forked child the lock may be held by a thread that does not exist
-  std::shared_lock lock(rows_);
+  Shared lock(files_);
   check_open();
   return lock;
 }
 
-std::unique_lock<std::shared_mutex> TableImpl::alone() const {
+TableImpl::Alone TableImpl::alone() const {
   core_->check_usable();
-  std::unique_lock lock(rows_);
+  Alone lock(files_);
   check_open();
   return lock;
 }
@@ -80,7 +84,8 @@ HotPages& TableImpl::hot() {
   if (hot_) return *hot_;
   if (share_.frames == 0) throw BudgetError(fmt::format("table '{}' has no share of the store's memory", printable(name_)));
   keep_checksums();
-  hot_ = std::make_unique<HotPages>(*file_, share_.frames, core_->compute);
+  Worker* const cleaner = writable() && core_->write_behind ? &core_->cleaner : nullptr;
+  hot_ = make_hot_pages(*file_, share_.frames, core_->compute, cleaner, core_->replacement);
   if (core_->device >= 0) {
     pinned_ = PinnedRange(hot_->slab().data(), hot_->slab().bytes());
     if (!pinned_.registered() && !core_->pin_warned.exchange(true))
@@ -94,75 +99,171 @@ void TableImpl::keep_checksums() {
   if (share_.checksums && core_->checks_pages) file_->ledger().keep_checksums();
 }
 
-std::byte* TableImpl::record(const HotPages& hot, std::uint64_t id, std::uint32_t frame) const {
-  return hot.frame(frame) + entry_.geometry.slot_of(id) * entry_.geometry.stride;
-}
-
-void TableImpl::pages_of(std::span<const std::uint64_t> ids, std::vector<std::uint64_t>& pages) const {
-  pages.resize(ids.size());
-  const std::uint64_t rows_per_page = entry_.geometry.rows_per_page;
-  core_->compute.parallel_for(ids.size(), 16384, [&](std::uint64_t begin, std::uint64_t end) {
-    for (std::uint64_t i = begin; i < end; ++i) pages[i] = ids[i] / rows_per_page;
+void TableImpl::pages_of(std::span<const std::uint64_t> ids, std::span<std::uint64_t> pages) const {
+  core_->compute.parallel_for(ids.size(), kGrain, [&](std::uint64_t begin, std::uint64_t end) {
+    for (std::uint64_t i = begin; i < end; ++i) pages[i] = page_of_row_.quotient(ids[i]);
   });
 }
 
-void TableImpl::for_passes(const Batch& batch, Access access,
-                           const std::function<void(std::uint64_t, std::span<std::byte* const>)>& body) {
-  HotPages& pages_in_memory = hot();
-  std::vector<std::uint64_t> pages;
-  pages_of(batch.keys, pages);
-  std::vector<std::uint32_t> frames(pages.size());
-  std::vector<std::byte*> records(pages.size());
-  for (std::uint64_t begin = 0; begin < pages.size();) {
-    // Keys ascend, so a page's rows stand together and each page is read once.
-    std::uint64_t distinct = 1, end = begin + 1;
-    while (end < pages.size() && (pages[end] == pages[end - 1] || ++distinct <= pages_in_memory.frames())) ++end;
-    const std::span<const std::uint64_t> pass(pages.data() + begin, end - begin);
-    const std::span<std::uint32_t> places(frames.data() + begin, end - begin);
-    const auto hold = pages_in_memory.hold(pass, places, access);  // never nullopt: the pass was cut to fit
-    for (std::uint64_t i = begin; i < end; ++i) records[i] = record(pages_in_memory, batch.keys[i], frames[i]);
-    body(begin, {records.data() + begin, end - begin});
-    begin = end;
+class TableImpl::Passes {
+ public:
+  // `ids` ascend without repetition and outlive it.
+  Passes(TableImpl& table, std::span<const std::uint64_t> ids)
+      : table_{table}, hot_{table.hot()}, ids_{ids}, pages_(ids.size()), frames_(ids.size()), records_(ids.size()) {
+    table_.pages_of(ids_, pages_);
   }
-}
+
+  bool done() const noexcept { return begin_ == ids_.size(); }
+  // Goes on to as many of the next rows as fit into memory together. If not all do, passes take half of the frames: one that
+  // took all would push out everything that was worth keeping.
+  void advance() {
+    advance(begin_ == end_ && end_ == 0 ? hot_.frames() : std::max<std::uint64_t>(hot_.frames() / 2, 1));
+    if (begin_ != 0 || all()) return;
+    end_ = 0;
+    advance(std::max<std::uint64_t>(hot_.frames() / 2, 1));
+  }
+  bool all() const noexcept { return end_ - begin_ == ids_.size(); }
+  std::uint64_t first() const noexcept { return begin_; }
+
+  // Holds the pages of the pass; `replaces`: the rows will be written, as whole records.
+  HotPages::Hold hold(Access access, bool replaces) {
+    const auto pages = std::span(pages_).subspan(begin_, end_ - begin_);
+    if (replaces) mark_replaced();
+    auto hold = hot_.hold(pages, std::span(frames_).subspan(begin_, pages.size()), access,
+                          replaces ? std::span<const std::uint8_t>(replaced_) : std::span<const std::uint8_t>());
+    const Geometry& geometry = table_.entry_.geometry;
+    table_.core_->compute.parallel_for(pages.size(), kGrain, [&](std::uint64_t begin, std::uint64_t end) {
+      for (std::uint64_t i = begin_ + begin; i < begin_ + end; ++i)
+        records_[i] = hot_.frame(frames_[i]) + (ids_[i] - pages_[i] * geometry.rows_per_page) * geometry.stride;
+    });
+    return std::move(*hold);  // the pass was cut to fit
+  }
+  std::span<std::byte* const> records() const noexcept { return std::span(records_).subspan(begin_, end_ - begin_); }
+
+ private:
+  // Which pages of the pass have all their rows in it.
+  void mark_replaced() {
+    replaced_.assign(end_ - begin_, 0);
+    for (std::uint64_t from = begin_; from < end_;) {
+      std::uint64_t to = from + 1;
+      while (to < end_ && pages_[to] == pages_[from]) ++to;
+      if (to - from == table_.entry_.geometry.rows_in(pages_[from]))
+        std::fill(replaced_.begin() + static_cast<std::ptrdiff_t>(from - begin_),
+                  replaced_.begin() + static_cast<std::ptrdiff_t>(to - begin_), std::uint8_t{1});
+      from = to;
+    }
+  }
+
+  void advance(std::uint64_t most) {
+    begin_ = end_;
+    // Ids ascend, so a page's rows stand together and each page is read once.
+    for (std::uint64_t distinct = 0; end_ < ids_.size(); ++end_)
+      if ((end_ == begin_ || pages_[end_] != pages_[end_ - 1]) && ++distinct > most) break;
+  }
+
+  TableImpl& table_;
+  HotPages& hot_;
+  std::span<const std::uint64_t> ids_;
+  std::vector<std::uint64_t> pages_;
+  std::vector<std::uint32_t> frames_;
+  std::vector<std::byte*> records_;
+  std::vector<std::uint8_t> replaced_;
+  std::uint64_t begin_ = 0, end_ = 0;
+};
 
 void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field_name) {
-  const auto lock = side_by_side();
   const Field& field = schema_.field(field_name);
-  check_size(ids.size(), out.size(), field.bytes, "room for rows");
-  const auto rows = checked_ids(ids);
-  for (std::uint64_t at = 0; at < rows.size(); at += kGatherBlock)
-    gather_block(rows.subspan(at, std::min(kGatherBlock, rows.size() - at)), out.data() + at * field.bytes, field);
+  std::uint64_t at = 0;
+  {
+    const auto lock = side_by_side();
+    check_size(ids.size(), out.size(), field.bytes, "room for rows");
+    const auto rows = checked_ids(ids);
+    while (at < rows.size()) {
+      const auto block = rows.subspan(at, std::min(kGatherBlock, rows.size() - at));
+      if (!gather_block(block, out.data() + at * field.bytes, field)) break;
+      at += block.size();
+    }
+    if (at == rows.size()) {
+      rows_gathered_ += ids.size();
+      return;
+    }
+  }
+  // More pages than frames.
+  const auto lock = alone();
+  const auto rows = checked_ids(ids);  // there may be fewer rows than a moment ago
+  for (; at < rows.size(); at += kGatherBlock)
+    gather_in_passes(rows.subspan(at, std::min(kGatherBlock, rows.size() - at)), out.data() + at * field.bytes, field);
   rows_gathered_ += ids.size();
 }
 
-void TableImpl::gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field) {
+bool TableImpl::gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field) {
   HotPages& pages_in_memory = hot();
-  std::vector<std::uint64_t> pages;
+  const Geometry& geometry = entry_.geometry;
+  if (pages_in_memory.whole()) {
+    static_cast<WholePages&>(pages_in_memory).load_rows(ids);
+    const std::shared_lock reading(rows_);
+    gather_rows(pages_in_memory.frame(0) + field.offset, geometry.stride, ids, field.bytes, out, core_->compute);
+    return true;
+  }
+  // Rows are copied in the order of the ids; sorting would cost more than it brings while all pages fit.
+  std::vector<std::uint64_t> pages(ids.size());
   pages_of(ids, pages);
   std::vector<std::uint32_t> frames(ids.size());
-  // Rows are copied in the order of the ids; sorting would cost more than it brings while all pages fit.
-  if (const auto hold = pages_in_memory.hold(pages, frames, Access::kRead)) {
-    std::vector<const std::byte*> rows(ids.size());
-    core_->compute.parallel_for(ids.size(), 16384, [&](std::uint64_t begin, std::uint64_t end) {
-      for (std::uint64_t i = begin; i < end; ++i) rows[i] = record(pages_in_memory, ids[i], frames[i]) + field.offset;
-    });
-    gather_rows(rows, field.bytes, out, core_->compute);
-    return;
-  }
+  const auto hold = pages_in_memory.hold(pages, frames, Access::kRead);
+  if (!hold) return false;
+  std::vector<const std::byte*> rows(ids.size());
+  core_->compute.parallel_for(ids.size(), kGrain, [&](std::uint64_t begin, std::uint64_t end) {
+    for (std::uint64_t i = begin; i < end; ++i)
+      rows[i] = pages_in_memory.frame(frames[i]) + (ids[i] - pages[i] * geometry.rows_per_page) * geometry.stride + field.offset;
+  });
+  const std::shared_lock reading(rows_);
+  gather_rows(rows, field.bytes, out, core_->compute);
+  return true;
+}
+
+void TableImpl::gather_in_passes(std::span<const std::uint64_t> ids, std::byte* out, const Field& field) {
   const Batch batch = make_batch(ids, core_->compute);
   std::vector<const std::byte*> rows;
-  for_passes(batch, Access::kRead, [&](std::uint64_t first, std::span<std::byte* const> records) {
+  Passes passes(*this, batch.keys);
+  for (passes.advance(); !passes.done(); passes.advance()) {
+    const auto hold = passes.hold(Access::kRead, /*replaces=*/false);
+    const auto records = passes.records();
+    const std::uint64_t first = passes.first();
     const std::uint32_t from = batch.starts[first], to = batch.starts[first + records.size()];
     rows.clear();
     for (std::uint64_t u = 0; u < records.size(); ++u)
       rows.insert(rows.end(), batch.starts[first + u + 1] - batch.starts[first + u], records[u] + field.offset);
     gather_rows_to(rows, std::span(batch.positions).subspan(from, to - from), field.bytes, out, core_->compute);
-  });
+  }
+}
+
+void TableImpl::change(Shared lock, std::span<const std::int64_t> ids, const Batch& batch, const Change& change) {
+  {
+    Passes passes(*this, batch.keys);
+    passes.advance();
+    if (passes.all()) {
+      auto hold = passes.hold(Access::kWrite, change.replaces);
+      const std::unique_lock writing(rows_);
+      change.body(0, passes.records());
+      hold.replaced();
+      change.done();
+      return;
+    }
+  }
+  lock.unlock();
+  const auto only = alone();
+  (void)checked_ids(ids);  // there may be fewer rows than a moment ago
+  Passes passes(*this, batch.keys);
+  for (passes.advance(); !passes.done(); passes.advance()) {
+    auto hold = passes.hold(Access::kWrite, change.replaces);
+    change.body(passes.first(), passes.records());
+    hold.replaced();
+  }
+  change.done();
 }
 
 void TableImpl::scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field_name) {
-  const auto lock = alone();
+  auto lock = side_by_side();
   check_writable();
   const Field& field = schema_.field(field_name);
   check_size(ids.size(), rows.size(), field.bytes, "rows");
@@ -171,29 +272,34 @@ void TableImpl::scatter(std::span<const std::int64_t> ids, std::span<const std::
   const Batch batch = make_batch(keys, core_->compute);
   std::vector<std::byte*> places;
   std::vector<std::uint32_t> last;
-  for_passes(batch, Access::kWrite, [&](std::uint64_t first, std::span<std::byte* const> records) {
-    places.resize(records.size());
-    last.resize(records.size());
-    for (std::uint64_t u = 0; u < records.size(); ++u) {
-      places[u] = records[u] + field.offset;
-      last[u] = batch.positions[batch.starts[first + u + 1] - 1];
-    }
-    scatter_rows(places, last, field.bytes, rows.data(), core_->compute);
-  });
-  rows_written_ += ids.size();
+  change(std::move(lock), ids, batch,
+         {.body =
+              [&](std::uint64_t first, std::span<std::byte* const> records) {
+                places.resize(records.size());
+                last.resize(records.size());
+                for (std::uint64_t u = 0; u < records.size(); ++u) {
+                  places[u] = records[u] + field.offset;
+                  last[u] = batch.positions[batch.starts[first + u + 1] - 1];
+                }
+                scatter_rows(places, last, field.bytes, rows.data(), core_->compute);
+              },
+          .done = [&] { rows_written_ += ids.size(); },
+          .replaces = field.bytes == entry_.geometry.stride});
 }
 
 void TableImpl::add(std::span<const std::int64_t> ids, std::span<const std::byte> rows) {
-  const auto lock = alone();
+  auto lock = side_by_side();
   check_writable();
   check_size(ids.size(), rows.size(), schema_.fields()[0].bytes, "rows");
   const auto keys = checked_ids(ids);
   if (ids.empty()) return;
   const Batch batch = make_batch(keys, core_->compute);
-  for_passes(batch, Access::kWrite, [&](std::uint64_t first, std::span<std::byte* const> records) {
-    add_rows(records, batch, first, schema_.dim(), schema_.dtype(), rows.data(), core_->compute);
-  });
-  rows_written_ += ids.size();
+  change(std::move(lock), ids, batch,
+         {.body =
+              [&](std::uint64_t first, std::span<std::byte* const> records) {
+                add_rows(records, batch, first, schema_.dim(), schema_.dtype(), rows.data(), core_->compute);
+              },
+          .done = [&] { rows_written_ += ids.size(); }});
 }
 
 StepScalars TableImpl::next_step(std::optional<double> lr) const {
@@ -208,43 +314,62 @@ StepScalars TableImpl::next_step(std::optional<double> lr) const {
 
 void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
                        std::optional<double> lr) {
-  const auto lock = alone();
+  auto lock = side_by_side();
   check_writable();
   check_gradient_dtype(grad_dtype);
   check_size(ids.size(), grads.size(), schema_.dim() * item_size(grad_dtype), "gradients");
-  const StepScalars scalars = next_step(lr);
+  (void)next_step(lr);  // an lr that cannot be is refused before anything happens
   const auto keys = checked_ids(ids);
   if (ids.empty()) return;
   const Batch batch = make_batch(keys, core_->compute);
   const RecordLayout layout = schema_.layout(entry_.geometry.stride);
-  for_passes(batch, Access::kWrite, [&](std::uint64_t first, std::span<std::byte* const> records) {
-    step_rows(records, batch, first, layout, scalars, grads.data(), grad_dtype, core_->compute);
-  });
-  ++step_;
-  entry_changed_ = true;
-  rows_written_ += ids.size();
+  std::optional<StepScalars> scalars;  // of the step that this call turns out to be
+  change(std::move(lock), ids, batch,
+         {.body =
+              [&](std::uint64_t first, std::span<std::byte* const> records) {
+                if (!scalars) scalars = next_step(lr);
+                step_rows(records, batch, first, layout, *scalars, grads.data(), grad_dtype, core_->compute);
+              },
+          .done =
+              [&] {
+                ++step_;
+                entry_changed_ = true;
+                rows_written_ += ids.size();
+              }});
 }
 
-void TableImpl::prefetch(std::span<const std::int64_t> ids) {
-  std::vector<std::uint64_t> pages;
+Prefetch TableImpl::prefetch(std::span<const std::int64_t> ids) {
+  std::vector<std::uint64_t> pages(ids.size());
   {
     const auto lock = side_by_side();
-    const auto keys = checked_ids(ids);
-    pages_of(keys, pages);
-    std::sort(pages.begin(), pages.end());
-    pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+    pages_of(checked_ids(ids), pages);
   }
-  core_->prefetcher.add([self = shared_from_this(), pages = std::move(pages)]() mutable {
-    const std::shared_lock lock(self->rows_);
-    if (self->core_->closed.load() || !self->file_) return;
-    HotPages& pages_in_memory = self->hot();
-    // The table may have shrunk since.
-    std::erase_if(pages, [&](std::uint64_t page) { return page >= self->entry_.geometry.pages(); });
+  const auto job = std::make_shared<Prefetch::State>();
+  job->job = [self = shared_from_this(), pages = std::move(pages)](const std::atomic<bool>& cancelled) mutable {
+    self->prefetch_pages(std::move(pages), cancelled);
+  };
+  core_->prefetcher.add(job);
+  return Prefetch(job);
+}
+
+void TableImpl::prefetch_pages(std::vector<std::uint64_t> pages, const std::atomic<bool>& cancelled) {
+  std::sort(pages.begin(), pages.end());
+  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+  std::vector<std::uint32_t> frames;
+  for (std::uint64_t at = 0; !cancelled && !core_->closed; at += frames.size()) {
+    // Anew for each stretch: in between the table may have become smaller, and its memory too.
+    const Shared lock(files_);
+    if (core_->closed || !file_) return;
+    HotPages& pages_in_memory = hot();
     // More than half of the frames would push out what the batch now at work needs.
-    pages.resize(std::min<std::uint64_t>(pages.size(), std::max<std::uint64_t>(pages_in_memory.frames() / 2, 1)));
-    std::vector<std::uint32_t> frames(pages.size());
-    (void)pages_in_memory.hold(pages, frames, Access::kRead);
-  });
+    const std::uint64_t most = pages_in_memory.whole() ? pages.size() : std::max<std::uint64_t>(pages_in_memory.frames() / 2, 1);
+    const auto end = std::lower_bound(pages.begin(), pages.end(), entry_.geometry.pages());
+    const std::uint64_t left = std::min<std::uint64_t>(static_cast<std::uint64_t>(end - pages.begin()), most);
+    if (at >= left) return;
+    const std::uint64_t stretch = std::max<std::uint64_t>({kPrefetchBytes / entry_.geometry.page_bytes(), left / 4, 1});
+    frames.resize(std::min(stretch, left - at));
+    (void)pages_in_memory.hold(std::span(pages).subspan(at, frames.size()), frames, Access::kPrefetch);
+  }
 }
 
 TableEntry TableImpl::entry() const {
@@ -268,7 +393,7 @@ void TableImpl::set_optimizer(const Optimizer& optimizer) {
   entry_changed_ = true;
 }
 
-std::unique_lock<std::shared_mutex> TableImpl::stand_still() { return std::unique_lock(rows_); }
+TableImpl::Alone TableImpl::stand_still() { return Alone(files_); }
 
 bool TableImpl::changed() const { return entry_changed_ || file_->ahead() || (hot_ && hot_->counts().dirty != 0); }
 
@@ -363,13 +488,14 @@ void TableImpl::release_hot() noexcept {
   past_.hits += counts.hits;
   past_.misses += counts.misses;
   past_.evictions += counts.evictions;
+  past_.waited_ns += counts.waited_ns;
   hot_ready_ = nullptr;
   pinned_ = {};
   hot_.reset();
 }
 
 void TableImpl::close() noexcept {
-  const std::unique_lock lock(rows_);
+  const Alone lock(files_);
   release_hot();
   file_.reset();
 }
@@ -407,8 +533,10 @@ TableStats TableImpl::stats() const {
   stats.bytes_written = file.bytes_written;
   stats.rows_gathered = rows_gathered_;
   stats.rows_written = rows_written_;
+  stats.seconds_waiting = static_cast<double>(past_.waited_ns + counts.waited_ns) * 1e-9;
   stats.page_bytes = entry_.geometry.page_bytes();
-  stats.memory_bytes = file_->ledger().memory_bytes() + stats.frames * (stats.page_bytes + HotPages::kFrameOverhead);
+  stats.memory_bytes = file_->ledger().memory_bytes() + stats.frames * stats.page_bytes +
+                       frames_overhead(stats.frames, entry_.geometry.pages(), core_->replacement);
   return stats;
 }
 

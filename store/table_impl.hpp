@@ -7,7 +7,10 @@
 #include <mutex>
 #include <shared_mutex>
 #include <string>
+#include <vector>
 
+#include "base/divider.hpp"
+#include "base/shared_mutex.hpp"
 #include "kernels/batch.hpp"
 #include "store/hot_pages.hpp"
 #include "store/manifest.hpp"
@@ -28,8 +31,14 @@ struct MemoryShare {
 // The .npy header of a table's own file.
 std::string table_header(const Schema& schema, const Geometry& geometry);
 
-// Lock order: Store::Impl's mutex, then a table's rows_, then hot_mutex_, then HotPages' own. Nothing calls back up with one of
-// them held.
+// Two locks of a table say who may do what: files_ is shared by all that only wants rows, and taken alone by what changes the
+// number of rows, files or memory, or writes past the hot pages; rows_, inside it, is shared by those who copy rows out of frames
+// and taken alone by those who change rows there. A batch holds its pages first and takes rows_ then: nobody waits for the disk
+// with rows_ taken, so that one batch computes while another one reads. A batch that needs several passes takes files_ alone
+// instead: as long as it is between two passes it keeps nobody from giving frames back.
+//
+// Lock order: Store::Impl's mutex, then files_, then hot_mutex_, then a Hold (which may have to be waited for), then rows_, then
+// HotPages' own. Nothing calls back up with one of them held.
 class TableImpl : public std::enable_shared_from_this<TableImpl> {
  public:
   TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEntry entry, File data, PageLedger ledger);
@@ -39,7 +48,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field);
   void add(std::span<const std::int64_t> ids, std::span<const std::byte> rows);
   void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype, std::optional<double> lr);
-  void prefetch(std::span<const std::int64_t> ids);
+  Prefetch prefetch(std::span<const std::int64_t> ids);
   // On a device (table_device.cpp).
   void gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, std::string_view field,
                      CudaStream stream);
@@ -60,7 +69,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   TableEntry entry() const;
   void set_optimizer(const Optimizer& optimizer);
   // Keeps everybody else out while the lock lives: the commit of all tables is one moment. For the members up to set_share().
-  std::unique_lock<std::shared_mutex> stand_still();
+  std::unique_lock<FairSharedMutex> stand_still();
   bool changed() const;         // since the last mark_committed()
   TableEntry flush_and_sync();  // dirty pages to the file, the file to the disk; the entry to record
   void mark_committed();
@@ -84,39 +93,61 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void check_open() const;
 
  private:
-  // Locks rows_ and checks that the table is open. Throws ClosedError.
-  std::shared_lock<std::shared_mutex> side_by_side() const;
-  std::unique_lock<std::shared_mutex> alone() const;
+  using Shared = std::shared_lock<FairSharedMutex>;
+  using Alone = std::unique_lock<FairSharedMutex>;
+  // Lock files_ and check that the table is open. Throw ClosedError.
+  Shared side_by_side() const;
+  Alone alone() const;
   void check_writable() const;
-  std::span<const std::uint64_t> checked_ids(std::span<const std::int64_t> ids) const;  // throws RowIdError; rows_ must be held
+  std::span<const std::uint64_t> checked_ids(std::span<const std::int64_t> ids) const;  // throws RowIdError; files_ must be held
   void check_size(std::uint64_t ids, std::uint64_t bytes, std::uint64_t row_bytes, std::string_view what) const;
   void check_gradient_dtype(DType dtype) const;
   HotPages& hot();  // made at first use
   void release_hot() noexcept;
   void keep_checksums();  // if the share has room for them: from then on every page read is verified
   StepScalars next_step(std::optional<double> lr) const;  // throws InvalidArgument for an lr that cannot be
-  void pages_of(std::span<const std::uint64_t> ids, std::vector<std::uint64_t>& pages) const;
-  std::byte* record(const HotPages& hot, std::uint64_t id, std::uint32_t frame) const;
+  void pages_of(std::span<const std::uint64_t> ids, std::span<std::uint64_t> pages) const;
+  void prefetch_pages(std::vector<std::uint64_t> pages, const std::atomic<bool>& cancelled);
 
-  // Calls body(first, records) for consecutive stretches of the batch's keys (row ids) that fit into memory together: records[i]
-  // is the record of keys[first + i], held during the call.
-  void for_passes(const Batch& batch, Access access, const std::function<void(std::uint64_t, std::span<std::byte* const>)>& body);
-  void gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
+  // The records of a batch's distinct rows in memory, for one pass or several. What a pass needs besides its frames takes 20
+  // bytes a row.
+  class Passes;
+  // What is done to rows: body(first, records) for consecutive stretches of the batch's keys (row ids), records[i] being the
+  // record of keys[first + i]; then done(). No other call sees rows in between.
+  struct Change {
+    std::function<void(std::uint64_t, std::span<std::byte* const>)> body;
+    std::function<void()> done;
+    bool replaces = false;  // whole records are written: pages of which the batch has all rows need not be read
+  };
+  void change(Shared lock, std::span<const std::int64_t> ids, const Batch& batch, const Change& change);
+  // False, and nothing done, if the rows take more pages than there are frames.
+  bool gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
+  void gather_in_passes(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
 
   // Fetches `bytes` of every record of the batch, lets `change` work on them, writes them back, and calls `done`.
   void change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
                      const std::function<void(CudaEngine&, CudaBatch&)>& change, const std::function<void()>& done);
 
-  // As for_passes, but over the pages of a device batch.
-  void for_device_passes(CudaBatch& batch, Access access, CudaStream stream,
-                         const std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>)>& body);
+  // A batch on a device with files_ held the way it has to be: shared if its pages fit into memory together, else alone.
+  struct DeviceCall {
+    CudaEngine& engine;
+    Shared shared;
+    Alone alone;
+    std::unique_ptr<CudaBatch> batch;
+  };
+  DeviceCall begin_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
+  // Calls body(frames of the slab, first, frames) for consecutive stretches of the batch's pages that fit into memory together;
+  // the frames are held until the stream has passed. Where the call shares files_, rows_ is taken around the one stretch.
+  using DevicePass = std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>)>;
+  void for_device_passes(const DeviceCall& call, Access access, CudaStream stream, const DevicePass& body);
 
   const std::shared_ptr<StoreCore> core_;
   const std::string name_;
   const Schema schema_;
   bool writable_ = true;
-  // Shared by gathers and reads, alone for everything that changes rows, files or memory.
-  mutable std::shared_mutex rows_;
+  const Divider page_of_row_;
+  mutable FairSharedMutex files_;
+  FairSharedMutex rows_;
   TableEntry entry_;
   std::atomic<std::uint64_t> step_;
   std::atomic<bool> entry_changed_{false};

@@ -47,6 +47,8 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
   check_range(name_, first, count, geometry.rows);
   check_size(count, out.size(), field.bytes, "room for rows");
   if (count == 0) return;
+  // From the look at what is in memory to the last copy nobody changes rows: what is read from the file beside it is as old.
+  const std::shared_lock reading(rows_);
   keep_checksums();
   ScanBuffer scratch(geometry);
   std::vector<std::uint64_t> pages;
@@ -192,7 +194,7 @@ VerifyReport TableImpl::verify(const Progress& progress) {
 }
 
 void TableImpl::reseal() {
-  const std::unique_lock lock(rows_);
+  const Alone lock(files_);
   for (std::uint64_t page = 0; page < entry_.geometry.pages(); ++page)
     if (file_->ledger().written(page)) file_->seal(page);
   file_->ledger().forget_unwritten();

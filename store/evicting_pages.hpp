@@ -1,0 +1,142 @@
+// Hot pages of a table larger than its share of memory: frames are given away to other pages.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "store/hot_pages.hpp"
+#include "store/replacement.hpp"
+
+namespace embermap {
+
+// Batches are numbered. A frame remembers the last batch that used it, and only frames whose last batch is older than every batch
+// still at work are ever given away: what a batch uses stays where it is by construction, and ending a batch costs nothing. Which
+// of them goes is the policy's choice (replacement.hpp). A batch uses each of its pages once, as it begins: first the pages that
+// were in memory, in the order in which it asks for them, then those it misses, in the order of the file.
+//
+// One batch at a time (the one with the turn) gives frames away; it may have to wait for a write or for other batches to end,
+// which they do without its help: a batch that waits for the turn, or for a page that another one is reading, and has no frames
+// yet, takes itself off the list of those at work.
+class EvictingPages final : public HotPages {
+ public:
+  // 1 <= frames <= kMaxFrames.
+  EvictingPages(PageFile& file, std::uint64_t frames, ThreadPool& compute, Worker* cleaner,
+                Replacement replacement = Replacement::kLru);
+  ~EvictingPages() override;
+
+  std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
+                           std::span<const std::uint8_t> replaced = {}) override;
+  Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) override;
+  void flush() override;
+  Counts counts() const override;
+
+  static constexpr std::uint64_t kFrameOverhead =
+      sizeof(Frame) + 4 + 4 * 8;  // entry, free list, look-up; the policy's comes on top
+
+ private:
+  using State = Frame::State;
+
+  // Page -> frame for resident pages: open addressing, linear probing, at most half full. A slot keeps the upper half of the
+  // page's hash: where it belongs, and enough to tell most other pages without looking at the frame.
+  class Lookup {
+   public:
+    explicit Lookup(const std::vector<Frame>& frames);
+    std::uint32_t find(std::uint64_t page) const noexcept;
+    void prefetch(std::uint64_t page) const noexcept { __builtin_prefetch(&slots_[home(tag_of(page))]); }
+    // The frame that find() will most likely return: for prefetching it.
+    std::uint32_t guess(std::uint64_t page) const noexcept { return slots_[home(tag_of(page))].frame; }
+    void insert(std::uint64_t page, std::uint32_t frame) noexcept;
+    void erase(std::uint64_t page) noexcept;
+
+   private:
+    struct Slot {
+      std::uint32_t tag = 0;
+      std::uint32_t frame = kAbsent;
+    };
+    static std::uint32_t tag_of(std::uint64_t page) noexcept {
+      return static_cast<std::uint32_t>((page * 0x9E3779B97F4A7C15ULL) >> 32);
+    }
+    std::uint64_t home(std::uint32_t tag) const noexcept { return tag >> shift_; }
+    const std::vector<Frame>& frames_;
+    std::vector<Slot> slots_;
+    unsigned shift_;
+  };
+
+  // Numbers of the batches at work.
+  class Active {
+   public:
+    std::uint64_t begin() {
+      done_.push_back(false);
+      return first_ + done_.size() - 1;
+    }
+    void end(std::uint64_t batch) noexcept {
+      done_[batch - first_] = true;
+      while (!done_.empty() && done_.front()) {
+        done_.pop_front();
+        ++first_;
+      }
+    }
+    std::uint64_t oldest() const noexcept { return first_; }  // the next one's number if there is none
+
+   private:
+    std::deque<bool> done_;
+    std::uint64_t first_ = 1;
+  };
+
+  // What a look-up found.
+  struct Wanted {
+    struct Missing {
+      std::uint64_t page;
+      bool replaced;
+    };
+    std::vector<std::uint32_t> found;                              // in the order of the batch
+    std::vector<Missing> missing;                                  // distinct, in the order of the file
+    std::vector<std::pair<std::uint32_t, std::uint64_t>> filling;  // frame and page: another batch is reading it
+    std::vector<std::uint32_t> writing;                            // found, but write-behind is at it
+  };
+
+  using Lock = std::unique_lock<std::mutex>;
+  void release(Hold& hold) noexcept override;
+  // All below: with mutex_ held.
+  void look_up(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
+               std::span<const std::uint8_t> replaced, std::uint64_t batch, Wanted& wanted);
+  // Waits until the turn is free and nobody fills what `wanted` found filling.
+  void wait_for_turn(const Wanted& wanted, Lock& lock);
+  // Frees frames, oldest first, until there are as many. Needs the turn. May let go of the lock.
+  void make_room(std::uint64_t frames, Lock& lock);
+  void take_frames(const Wanted& wanted, std::uint64_t batch, Access access, std::vector<std::uint32_t>& read,
+                   std::vector<std::uint32_t>& replaced);
+  std::exception_ptr fill(std::span<const std::uint32_t> frames, Lock& lock);
+  void mark_dirty(std::uint32_t frame) noexcept;
+  void forget(std::uint32_t frame, bool evicted) noexcept;  // what is in it; the frame is free then
+  // Writes these dirty frames with the lock let go.
+  void write(std::span<const std::uint32_t> frames, Lock& lock);
+  void keep_dirty(std::vector<std::uint32_t>& frames) const;  // those that can be written now, in the order of the file
+  void wake_cleaner(std::uint64_t missed);
+  void clean_behind() noexcept;
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;  // a batch, a fill, a write, a turn ended
+  std::vector<Frame> frames_;
+  std::vector<std::uint32_t> free_;
+  Lookup lookup_;
+  std::unique_ptr<ReplacementPolicy> policy_;
+  Active active_;
+  bool turn_taken_ = false;
+  bool closed_ = false;  // the batch with the turn waits for all others: newcomers wait
+  Worker* cleaner_;
+  bool cleaning_ = false, stop_ = false;
+  bool cleaner_failed_ = false;    // the next batch in need of frames meets the error itself
+  std::uint64_t clean_share_ = 0;  // frames that should be ready to be given away
+  std::uint64_t taken_since_ = 0;  // frames given away since write-behind looked
+  Counts counts_;
+};
+
+}  // namespace embermap

@@ -1,0 +1,205 @@
+#include "store/whole_pages.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <exception>
+
+namespace embermap {
+namespace {
+constexpr std::uint64_t kGrain = 16384;       // pages a thread looks up at a time
+constexpr std::uint64_t kFlushPages = 65536;  // pages handed to the file at a time
+}  // namespace
+
+WholePages::WholePages(PageFile& file, ThreadPool& compute)
+    : HotPages{file, file.geometry().pages(), compute, /*whole=*/true},
+      pages_{file.geometry().pages()},
+      page_of_row_{file.geometry().rows_per_page},
+      state_{std::make_unique<std::atomic<std::uint8_t>[]>(pages_)},
+      dirty_{std::make_unique<std::atomic<std::uint8_t>[]>(pages_)},
+      last_batch_{std::make_unique<std::atomic<std::uint32_t>[]>(pages_)} {}
+
+void WholePages::mark_dirty(std::uint64_t page) noexcept {
+  if (dirty_[page].load(std::memory_order_relaxed) == 0 && dirty_[page].exchange(1, std::memory_order_relaxed) == 0)
+    ++dirty_count_;
+}
+
+bool WholePages::use(std::uint64_t page, std::uint32_t batch, Access access, std::uint64_t& used) noexcept {
+  if (state_[page].load(std::memory_order_acquire) != kReady) return false;
+  if (last_batch_[page].load(std::memory_order_relaxed) != batch &&
+      last_batch_[page].exchange(batch, std::memory_order_relaxed) != batch)
+    ++used;
+  if (access == Access::kWrite) mark_dirty(page);
+  return true;
+}
+
+template <class PageOf, class Replaced>
+std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf& page_of, const Replaced& replaced,
+                               std::vector<std::uint32_t>& held_back) {
+  const std::uint32_t batch = ++batch_;
+  std::atomic<std::uint64_t> used{0};
+  std::vector<Wanted> wanted;
+  compute_.parallel_for(count, kGrain, [&](std::uint64_t begin, std::uint64_t end) {
+    std::uint64_t mine = 0;
+    std::vector<Wanted> absent;
+    for (std::uint64_t i = begin; i < end; ++i) {
+      const std::uint64_t page = page_of(i);
+      if (use(page, batch, access, mine)) continue;
+      if (absent.empty() || absent.back().page != page) absent.push_back({page, replaced(i)});
+    }
+    used += mine;
+    if (absent.empty()) return;
+    const std::lock_guard lock(mutex_);
+    wanted.insert(wanted.end(), absent.begin(), absent.end());
+  });
+  std::uint64_t distinct = used;
+  if (!wanted.empty()) {
+    const auto by_page = [](const Wanted& a, const Wanted& b) { return a.page < b.page; };
+    std::sort(wanted.begin(), wanted.end(), by_page);
+    wanted.erase(std::unique(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.page == b.page; }),
+                 wanted.end());
+    distinct += wanted.size();
+    const auto begin = std::chrono::steady_clock::now();
+    const std::uint64_t filled = fill(std::move(wanted), access, held_back);
+    waited_ns_ += static_cast<std::uint64_t>((std::chrono::steady_clock::now() - begin).count());
+    misses_ += filled;
+    hits_ += distinct - filled;
+  } else {
+    hits_ += distinct;
+  }
+  return distinct;
+}
+
+std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::vector<std::uint32_t>& held_back) {
+  std::uint64_t filled = 0;
+  const bool replaces = std::any_of(wanted.begin(), wanted.end(), [](const Wanted& w) { return w.replaced; });
+  while (!wanted.empty()) {
+    std::vector<PageBuffer> reads;
+    std::vector<std::uint32_t> mine;
+    std::vector<Wanted> others;  // being filled by someone else
+    {
+      std::unique_lock lock(mutex_);
+      const auto filling = [&](const Wanted& w) { return state_[w.page].load(std::memory_order_relaxed) == kFilling; };
+      // A page that a batch will replace stays "filling" until its rows are written. Such a batch takes all its pages at once,
+      // when nobody else fills any of them: it never waits with one in its hands, or two of them could wait for each other.
+      if (replaces) changed_.wait(lock, [&] { return std::none_of(wanted.begin(), wanted.end(), filling); });
+      for (const Wanted& w : wanted) {
+        const std::uint8_t state = state_[w.page].load(std::memory_order_relaxed);
+        if (state == kFilling) others.push_back(w);
+        if (state == kMissing) {
+          state_[w.page].store(kFilling, std::memory_order_relaxed);
+          ++resident_;
+          if (w.replaced)
+            mine.push_back(static_cast<std::uint32_t>(w.page));
+          else
+            reads.push_back({w.page, frame(static_cast<std::uint32_t>(w.page))});
+        }
+        if (access == Access::kWrite) mark_dirty(w.page);
+      }
+    }
+    held_back.insert(held_back.end(), mine.begin(), mine.end());
+    std::exception_ptr failure;
+    try {
+      file_.read(reads);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+    std::unique_lock lock(mutex_);
+    for (const PageBuffer& page : reads) {
+      if (failure != nullptr) {
+        --resident_;
+        if (access == Access::kWrite && dirty_[page.page].exchange(0) != 0) --dirty_count_;
+      }
+      state_[page.page].store(failure != nullptr ? kMissing : kReady, std::memory_order_release);
+    }
+    changed_.notify_all();
+    if (failure != nullptr) {
+      for (const std::uint32_t page : held_back) {
+        state_[page].store(kMissing, std::memory_order_release);
+        if (dirty_[page].exchange(0) != 0) --dirty_count_;
+        --resident_;
+      }
+      held_back.clear();
+      std::rethrow_exception(failure);
+    }
+    filled += reads.size() + mine.size();
+    changed_.wait(lock, [&] {
+      return std::none_of(others.begin(), others.end(),
+                          [&](const Wanted& w) { return state_[w.page].load(std::memory_order_acquire) == kFilling; });
+    });
+    // Where the other one failed, this batch tries for itself.
+    std::erase_if(others, [&](const Wanted& w) { return state_[w.page].load(std::memory_order_acquire) == kReady; });
+    wanted = std::move(others);
+  }
+  return filled;
+}
+
+std::optional<HotPages::Hold> WholePages::hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of,
+                                               Access access, std::span<const std::uint8_t> replaced) {
+  std::vector<std::uint32_t> held_back;
+  const std::uint64_t distinct = load(
+      pages.size(), access,
+      [&](std::uint64_t i) {
+        frame_of[i] = static_cast<std::uint32_t>(pages[i]);
+        return pages[i];
+      },
+      [&](std::uint64_t i) { return !replaced.empty() && replaced[i] != 0; }, held_back);
+  return Hold(this, 0, distinct, std::move(held_back));
+}
+
+void WholePages::load_rows(std::span<const std::uint64_t> ids) {
+  std::vector<std::uint32_t> none;
+  load(
+      ids.size(), Access::kRead, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); },
+      [](std::uint64_t) { return false; }, none);
+}
+
+HotPages::Hold WholePages::hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) {
+  std::uint64_t found = 0;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    frame_of[i] = kAbsent;
+    // A page being read is clean: what the file has is as good.
+    if (state_[pages[i]].load(std::memory_order_acquire) != kReady) continue;
+    if (access == Access::kWrite) mark_dirty(pages[i]);
+    frame_of[i] = static_cast<std::uint32_t>(pages[i]);
+    ++found;
+  }
+  return Hold(this, 0, found, {});
+}
+
+void WholePages::release(Hold& hold) noexcept {
+  if (hold.frames_.empty()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const std::uint32_t page : hold.frames_) {
+      if (!hold.replaced_) {
+        if (dirty_[page].exchange(0) != 0) --dirty_count_;
+        --resident_;
+      }
+      state_[page].store(hold.replaced_ ? kReady : kMissing, std::memory_order_release);
+    }
+  }
+  changed_.notify_all();
+}
+
+void WholePages::flush() {
+  std::vector<PageBuffer> buffers;
+  const auto write = [&] {
+    file_.write(buffers);
+    for (const PageBuffer& buffer : buffers) dirty_[buffer.page].store(0, std::memory_order_relaxed);
+    dirty_count_ -= buffers.size();
+    buffers.clear();
+  };
+  for (std::uint64_t page = 0; page < pages_; ++page) {
+    if (dirty_[page].load(std::memory_order_relaxed) == 0) continue;
+    buffers.push_back({page, frame(static_cast<std::uint32_t>(page))});
+    if (buffers.size() == kFlushPages) write();
+  }
+  if (!buffers.empty()) write();
+}
+
+HotPages::Counts WholePages::counts() const {
+  return {
+      .hits = hits_, .misses = misses_, .evictions = 0, .resident = resident_, .dirty = dirty_count_, .waited_ns = waited_ns_};
+}
+
+}  // namespace embermap

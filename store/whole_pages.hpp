@@ -1,0 +1,63 @@
+// Hot pages of a table that fits its share of memory: page p lies in frame p, nothing is ever evicted, and a batch that finds all
+// its pages takes no lock.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <vector>
+
+#include "base/divider.hpp"
+#include "store/hot_pages.hpp"
+
+namespace embermap {
+
+class WholePages final : public HotPages {
+ public:
+  WholePages(PageFile& file, ThreadPool& compute);
+
+  std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
+                           std::span<const std::uint8_t> replaced = {}) override;
+  // Makes the pages of these rows resident, for good: row `id` < the table's rows then lies at frame(0) + id * stride.
+  void load_rows(std::span<const std::uint64_t> ids);
+  Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) override;
+  void flush() override;
+  Counts counts() const override;
+
+  static constexpr std::uint64_t kFrameOverhead = 8;
+
+ private:
+  enum State : std::uint8_t { kMissing, kFilling, kReady };
+  // Of one page: what the batch still has to do for it.
+  struct Wanted {
+    std::uint64_t page;
+    bool replaced;
+  };
+  // A batch's use of a page: counts it if the batch had not used it yet, and marks it dirty. False if it is not ready.
+  bool use(std::uint64_t page, std::uint32_t batch, Access access, std::uint64_t& used) noexcept;
+  void mark_dirty(std::uint64_t page) noexcept;
+  // Makes the pages page_of(i), i < count, ready; returns how many distinct ones there were, and in `held_back` the frames of
+  // those that the caller will fill.
+  template <class PageOf, class Replaced>
+  std::uint64_t load(std::uint64_t count, Access access, const PageOf& page_of, const Replaced& replaced,
+                     std::vector<std::uint32_t>& held_back);
+  std::uint64_t fill(std::vector<Wanted> wanted, Access access, std::vector<std::uint32_t>& held_back);
+  void release(Hold& hold) noexcept override;
+
+  template <class T>
+  using Array = std::unique_ptr<std::atomic<T>[]>;
+  const std::uint64_t pages_;
+  const Divider page_of_row_;
+  Array<std::uint8_t> state_;
+  Array<std::uint8_t> dirty_;
+  Array<std::uint32_t> last_batch_;  // that used the page; only for counting
+  std::mutex mutex_;                 // who fills which page
+  std::condition_variable changed_;  // a fill ended
+  std::atomic<std::uint32_t> batch_{0};
+  std::atomic<std::uint64_t> hits_{0}, misses_{0}, resident_{0}, dirty_count_{0}, waited_ns_{0};
+};
+
+}  // namespace embermap
