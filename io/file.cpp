@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <liburing.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -102,6 +103,18 @@ int FileOps::fsync(int fd) { return ::fsync(fd); }
 int FileOps::rename(const char* from, const char* to) { return ::rename(from, to); }
 int FileOps::unlink(const char* path) { return ::unlink(path); }
 int FileOps::allocate(int fd, off_t bytes) { return ::fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, bytes); }
+
+int FileOps::uring_setup(unsigned entries, io_uring* ring, io_uring_params* parameters) {
+  const int result = ::io_uring_queue_init_params(entries, ring, parameters);
+  if (result < 0) errno = -result;
+  return result < 0 ? -1 : 0;
+}
+int FileOps::uring_register_buffers(io_uring* ring, const iovec* pieces, unsigned count) {
+  const int result = ::io_uring_register_buffers(ring, pieces, count);
+  if (result < 0) errno = -result;
+  return result < 0 ? -1 : 0;
+}
+int FileOps::uring_complete(int result, bool /*write*/, off_t /*offset*/, std::size_t /*bytes*/) { return result; }
 
 int FileOps::rename_new(const char* from, const char* to) {
   // By number: the wrapper is younger than some C libraries that have the call.

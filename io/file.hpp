@@ -13,6 +13,9 @@
 #include <string_view>
 #include <utility>
 
+struct io_uring;
+struct io_uring_params;
+
 namespace embermap {
 
 // The system calls files are made of. Tests substitute their own to inject short reads, EINTR, EIO, ENOSPC, failing syncs. Calls
@@ -34,6 +37,11 @@ class FileOps {
   // Fails with EEXIST where `to` exists. Atomic (RENAME_NOREPLACE, or link and unlink) wherever the file system has either.
   virtual int rename_new(const char* from, const char* to);
   virtual int allocate(int fd, off_t bytes);  // fallocate of [0, bytes), the file's size kept
+  // io_uring: making a ring, telling it where buffers lie (`count` pieces), and the result of a request for `bytes` bytes from
+  // `offset` on (a count or a negative errno), which may be replaced.
+  virtual int uring_setup(unsigned entries, struct io_uring* ring, struct io_uring_params* parameters);
+  virtual int uring_register_buffers(struct io_uring* ring, const struct iovec* pieces, unsigned count);
+  virtual int uring_complete(int result, bool write, off_t offset, std::size_t bytes);
   static FileOps& system();                   // the real ones; stateless
 };
 

@@ -1,0 +1,10 @@
+# liburing, by header and library: its own package file is pkg-config's, which a folder of EMBERMAP_DEPS may lack.
+find_path(Uring_INCLUDE_DIR liburing.h HINTS ${URING_ROOT} $ENV{URING_ROOT} PATH_SUFFIXES include)
+find_library(Uring_LIBRARY NAMES uring HINTS ${URING_ROOT} $ENV{URING_ROOT} PATH_SUFFIXES lib)
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(Uring REQUIRED_VARS Uring_LIBRARY Uring_INCLUDE_DIR)
+if(Uring_FOUND AND NOT TARGET Uring::uring)
+  add_library(Uring::uring UNKNOWN IMPORTED)
+  set_target_properties(Uring::uring PROPERTIES IMPORTED_LOCATION ${Uring_LIBRARY} INTERFACE_INCLUDE_DIRECTORIES ${Uring_INCLUDE_DIR})
+endif()
+mark_as_advanced(Uring_INCLUDE_DIR Uring_LIBRARY)

@@ -1,0 +1,447 @@
+#include "io/page_io.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <mutex>
+#include <random>
+#include <shared_mutex>
+#include <system_error>
+#include <vector>
+
+#include "base/aligned_buffer.hpp"
+#include "base/error.hpp"
+#include "io/direct_file.hpp"
+#include "io/file_view.hpp"
+#include "io/io_plan.hpp"
+#include "io/uring.hpp"
+
+namespace embermap {
+namespace {
+
+constexpr std::array<std::string_view, 3> kNames = {"io_uring", "threads", "mapping"};
+constexpr unsigned kLargestDepth = 4096;
+// The page cache may hold this much of what went through it before it is told to let go.
+constexpr std::uint64_t kCachedBytes = 16ULL << 20;
+// A file of which this much is in the page cache is read from there.
+constexpr double kMostlyCached = 0.8;
+
+void run_all(const Meanwhile& work) {
+  if (work.count == 0) return;
+  if (work.pool != nullptr)
+    work.pool->parallel_for(work.count, work.grain, work.body);
+  else
+    work.body(0, work.count);
+}
+
+// The work for io_uring's one thread: each call does as much as keeps its pool busy for a moment.
+std::function<bool()> in_steps(const Meanwhile& work) {
+  if (work.count == 0) return {};
+  return [&work, at = std::uint64_t{0}]() mutable {
+    const std::uint64_t grain = std::max<std::uint64_t>(work.grain, 1);
+    const std::uint64_t begin = at;
+    const std::uint64_t count = std::min(grain * (work.pool != nullptr ? work.pool->threads() : 1), work.count - begin);
+    at += count;
+    if (work.pool != nullptr)
+      work.pool->parallel_for(count, grain, [&](std::uint64_t from, std::uint64_t to) { work.body(begin + from, begin + to); });
+    else
+      work.body(begin, begin + count);
+    return at < work.count;
+  };
+}
+
+// The requests that are direct, or those that are not.
+IoPlan only(const IoPlan& plan, bool direct) {
+  IoPlan out = plan;
+  std::erase_if(out.requests, [&](const IoRequest& request) { return request.direct != direct; });
+  out.empty.clear();
+  return out;
+}
+
+}  // namespace
+
+std::string_view io_engine_name(IoEngine engine) { return kNames[static_cast<std::size_t>(engine)]; }
+
+IoEngine parse_io_engine(std::string_view name) {
+  const auto found = std::find(kNames.begin(), kNames.end(), name);
+  if (found == kNames.end())
+    throw InvalidArgument(fmt::format("'{}' is no I/O engine; there are {}", printable(name), fmt::join(kNames, ", ")));
+  return static_cast<IoEngine>(found - kNames.begin());
+}
+
+class PageIo::Impl {
+ public:
+  Impl(const File& file, ThreadPool& io, const PageIoOptions& options) : file_{file}, io_{io}, options_{options} {
+    if (options.depth == 0 || options.depth > kLargestDepth)
+      throw InvalidArgument(fmt::format("I/O depth {}: from 1 to {}", options.depth, kLargestDepth));
+  }
+
+  ~Impl() {
+    // In a forked child the mutexes may be held by threads that are not there; destroying the rings touches none.
+    rings_.reset();
+  }
+
+  void read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
+    prepare();
+    if (view_) return read_mapped(pieces, done, meanwhile);
+    const IoPlan plan = plan_reads(pieces, direct_reads_ ? direct_->alignment() : DirectAlignment{}, file_.path());
+    run({plan, pieces, /*write=*/false, done}, meanwhile);
+  }
+
+  void write(std::span<const IoPiece> pieces, const Done& done) {
+    prepare();
+    const bool direct = direct_writes_;
+    const IoPlan plan = plan_writes(pieces, direct ? direct_->alignment() : DirectAlignment{}, file_.path());
+    if (plan.direct && plan.buffered) {
+      write_plan(only(plan, /*direct=*/true), pieces, done, direct);
+      write_plan(only(plan, /*direct=*/false), pieces, done, direct);
+      for (const std::size_t i : plan.empty)
+        if (done) done(i);
+    } else {
+      write_plan(plan, pieces, done, direct);
+    }
+  }
+
+  void register_frames(std::span<std::byte> slab) {
+    prepare();
+    if (rings_) rings_->set_frames(slab);
+  }
+
+  void forget_frames() noexcept {
+    if (rings_ && ::getpid() == process_) rings_->forget_frames();
+  }
+
+  PageIoReport report() {
+    prepare();
+    PageIoReport out;
+    out.engine = engine_;
+    out.direct_reads = direct_reads_;
+    out.direct_writes = direct_writes_;
+    out.depth = rings_ ? options_.depth : io_.threads();
+    out.memory_bytes = thread_bounce_;
+    if (rings_) {
+      out.fixed_buffers = rings_->fixed();
+      out.memory_bytes += rings_->memory_bytes();
+    }
+    {
+      const std::lock_guard lock(note_mutex_);
+      out.note = note_;
+    }
+    const auto add = [&](const std::string& text) {
+      if (!text.empty()) out.note += (out.note.empty() ? "" : "; ") + text;
+    };
+    if (rings_) add(rings_->why_not_fixed());
+    if (view_) add(view_->why());
+    out.read_requests = read_requests_;
+    out.write_requests = write_requests_;
+    out.bounced_bytes = bounced_bytes_;
+    out.mapped_bytes = mapped_bytes_;
+    return out;
+  }
+
+ private:
+  // One batch under way.
+  struct Batch {
+    const IoPlan& plan;
+    std::span<const IoPiece> pieces;
+    bool write;
+    const Done& done;
+    std::unique_ptr<std::atomic<std::uint32_t>[]> parts = {};
+  };
+
+  void prepare() {
+    if (::getpid() != process_)
+      throw ClosedError(fmt::format("{} was opened in process {}; a forked child has to open it again", printable(file_.path()),
+                                    process_));
+    std::call_once(chosen_, [&] { choose(); });
+  }
+
+  void note(std::string_view text) {
+    const std::lock_guard lock(note_mutex_);
+    if (!note_.empty()) note_ += "; ";
+    note_ += text;
+  }
+
+  void choose() {
+    const bool injected = &file_.ops() != &FileOps::system();
+    const bool memory = lives_in_memory(file_);
+    engine_ = options_.engine.value_or(injected ? IoEngine::kThreads : memory ? IoEngine::kMapping : IoEngine::kUring);
+    if (!options_.engine && !injected && !memory && options_.prefer_cached && options_.direct != true) {
+      auto view = std::make_unique<FileView>(file_);
+      if (view->resident_share() >= kMostlyCached) {
+        engine_ = IoEngine::kMapping;
+        view_ = std::move(view);
+      }
+    }
+    if (engine_ == IoEngine::kMapping) {
+      if (options_.direct == true) note("direct I/O: a mapping is the page cache");
+      if (!view_) view_ = std::make_unique<FileView>(file_);
+      return;
+    }
+    if (memory) {
+      if (options_.direct == true) note("direct I/O: the file lies in memory");
+    } else {
+      const bool direct = options_.direct.value_or(!injected);
+      direct_ = std::make_unique<DirectFile>(file_, direct);
+      if (!direct_->why().empty()) note(direct_->why());
+      direct_reads_ = direct_->alignment().offset != 0;
+      direct_writes_ = direct_reads_ && (::fcntl(file_.fd(), F_GETFL) & O_ACCMODE) == O_RDWR;
+    }
+    if (engine_ != IoEngine::kUring) return;
+    try {
+      rings_ = std::make_unique<UringPool>(file_, direct_ ? direct_->fd() : -1, options_.depth);
+    } catch (const std::system_error& error) {
+      note(error.what());
+      engine_ = IoEngine::kThreads;
+      return;
+    }
+    if (!options_.engine && threads_are_faster()) {
+      rings_.reset();
+      engine_ = IoEngine::kThreads;
+    }
+  }
+
+  // Reads a few dozen pieces of the file in both ways. False for a file with little in it, and for a disk so slow that looking
+  // longer would be felt.
+  bool threads_are_faster() {
+    constexpr std::size_t kReads = 32;
+    constexpr std::uint64_t kBytes = 4096;
+    constexpr std::uint64_t kLeast = 4ULL << 20;
+    constexpr double kSlow = 500e-6;
+    const struct stat status = file_.status();
+    const auto size = static_cast<std::uint64_t>(status.st_size);
+    if (!direct_ || direct_->fd() < 0 || size < kLeast || static_cast<std::uint64_t>(status.st_blocks) * 512 < kLeast) return false;
+    const AlignedBuffer memory(kReads * kBytes);
+    std::mt19937_64 random(size);
+    const auto time = [&](bool uring, std::size_t reads) {
+      std::vector<std::uint64_t> offsets;
+      for (std::size_t i = 0; i < reads; ++i) {
+        const std::uint64_t anywhere = random() % (size - kBytes);
+        const off_t data = ::lseek(direct_->fd(), static_cast<off_t>(anywhere), SEEK_DATA);  // its position serves nobody else
+        const std::uint64_t at = data < 0 ? anywhere : static_cast<std::uint64_t>(data);
+        offsets.push_back(std::min(at, size - kBytes) / kBytes * kBytes);
+      }
+      std::sort(offsets.begin(), offsets.end());
+      offsets.erase(std::unique(offsets.begin(), offsets.end()), offsets.end());
+      std::vector<IoPiece> pieces;
+      for (std::size_t i = 0; i < offsets.size(); ++i) pieces.push_back({offsets[i], memory.data() + i * kBytes, kBytes, kBytes});
+      const IoPlan plan = plan_reads(pieces, direct_reads_ ? direct_->alignment() : DirectAlignment{}, file_.path());
+      const Done nothing;
+      Batch batch{plan, pieces, /*write=*/false, nothing};
+      const auto begin = std::chrono::steady_clock::now();
+      uring ? run_uring(batch, {}) : run_threads(batch, {});
+      const std::chrono::duration<double> taken = std::chrono::steady_clock::now() - begin;
+      return taken.count() / static_cast<double>(pieces.size());
+    };
+    try {
+      if (time(/*uring=*/true, 1) > kSlow) return false;
+      (void)time(/*uring=*/false, kReads);  // its threads may have to be started
+      double uring = 1, threads = 1;
+      for (int round = 0; round < 2; ++round) {
+        uring = std::min(uring, time(/*uring=*/true, kReads));
+        threads = std::min(threads, time(/*uring=*/false, kReads));
+      }
+      return threads * 1.1 < uring;
+    } catch (const Error&) {
+      return false;  // whoever reads there is told
+    }
+  }
+
+  void write_plan(const IoPlan& plan, std::span<const IoPiece> pieces, const Done& done, bool direct) {
+    // A page of the page cache that a buffered write has filled must not be written back over what a direct write puts beside it:
+    // where both touch the same page they take turns, and the kernel writes dirty pages before a direct write looks.
+    std::shared_lock<std::shared_mutex> beside;
+    std::unique_lock<std::shared_mutex> alone;
+    if (plan.buffered && direct)
+      alone = std::unique_lock(blocks_);
+    else if (plan.shares_blocks)
+      beside = std::shared_lock(blocks_);
+    run({plan, pieces, /*write=*/true, done}, {});
+  }
+
+  void run(Batch batch, const Meanwhile& meanwhile) {
+    if (batch.done)
+      for (const std::size_t i : batch.plan.empty) batch.done(i);
+    if (batch.plan.requests.empty()) return run_all(meanwhile);
+    if (!batch.plan.parts.empty()) {
+      batch.parts = std::make_unique<std::atomic<std::uint32_t>[]>(batch.plan.parts.size());
+      for (std::size_t i = 0; i < batch.plan.parts.size(); ++i) batch.parts[i] = batch.plan.parts[i];
+    }
+    rings_ ? run_uring(batch, meanwhile) : run_threads(batch, meanwhile);
+  }
+
+  void run_uring(const Batch& batch, const Meanwhile& meanwhile) {
+    rings_->run({batch.plan, batch.write,
+                 [&](const IoRequest& request, int result, std::byte* bounce) { finish(batch, request, result, bounce, "io_uring "); },
+                 in_steps(meanwhile)});
+  }
+
+  void run_threads(const Batch& batch, const Meanwhile& meanwhile) {
+    const std::uint64_t requests = batch.plan.requests.size();
+    const std::uint64_t grain = std::max<std::uint64_t>(meanwhile.grain, 1);
+    const std::uint64_t steps = meanwhile.count / grain + (meanwhile.count % grain != 0);
+    if (batch.plan.bounce_bytes > 0) {
+      const std::uint64_t most = batch.plan.bounce_bytes * io_.threads();
+      std::uint64_t before = thread_bounce_;
+      while (before < most && !thread_bounce_.compare_exchange_weak(before, most)) {
+      }
+    }
+    // Requests come first, so that they wait while what is left is done.
+    io_.parallel_for(requests + steps, 1, [&](std::uint64_t begin, std::uint64_t end) {
+      AlignedBuffer bounce;
+      for (std::uint64_t i = begin; i < end; ++i) {
+        if (i >= requests) {
+          const std::uint64_t from = (i - requests) * grain;
+          meanwhile.body(from, std::min(from + grain, meanwhile.count));
+          continue;
+        }
+        const IoRequest& request = batch.plan.requests[i];
+        if (request.bounced && bounce.size() == 0) bounce = AlignedBuffer(batch.plan.bounce_bytes);
+        finish(batch, request, perform(batch, request, bounce.data()), bounce.data(), "p");
+      }
+    });
+  }
+
+  // One system call: a count, or a negative errno.
+  int perform(const Batch& batch, const IoRequest& request, std::byte* bounce) const {
+    FileOps& ops = file_.ops();
+    const int fd = request.direct ? direct_->fd() : file_.fd();
+    const auto offset = static_cast<off_t>(request.offset);
+    const iovec whole{bounce, request.bytes};
+    const iovec* const vectors = request.bounced ? &whole : &batch.plan.vectors[request.first_vector];
+    const int count = request.bounced ? 1 : static_cast<int>(request.vectors);
+    for (;;) {
+      ssize_t got = 0;
+      if (count == 1)
+        got = batch.write ? ops.pwrite(fd, vectors->iov_base, vectors->iov_len, offset)
+                          : ops.pread(fd, vectors->iov_base, vectors->iov_len, offset);
+      else
+        got = batch.write ? ops.pwritev(fd, vectors, count, offset) : ops.preadv(fd, vectors, count, offset);
+      if (got >= 0) return static_cast<int>(got);
+      if (errno != EINTR) return -errno;
+    }
+  }
+
+  // What a request has brought: the rest of a short one is fetched, what was bounced goes where it belongs.
+  void finish(const Batch& batch, const IoRequest& request, int result, std::byte* bounce, std::string_view engine) {
+    if (result == -EINVAL && request.direct) {
+      refuse_direct(batch.write);
+      result = 0;
+    } else if (result == -EAGAIN) {
+      result = 0;  // what the kernel would not do without waiting is waited for
+    } else if (result < 0) {
+      throw IoError(-result, fmt::format("{}{}", engine, batch.write ? "write" : "read"), file_.path(), request.offset,
+                    request.needed);
+    }
+    const std::uint64_t got = std::min(static_cast<std::uint64_t>(result), request.needed);
+    if (got < request.needed) {
+      if (request.bounced) {
+        file_.read(request.offset + got, {bounce + got, static_cast<std::size_t>(request.needed - got)});
+      } else {
+        std::vector<iovec> rest = memory_after(batch.plan, request, got);
+        batch.write ? file_.write(request.offset + got, rest) : file_.read(request.offset + got, rest);
+      }
+    }
+    if (request.bounced) {
+      copy_out(request, bounce, batch.pieces);
+      bounced_bytes_ += request.needed;
+    }
+    ++(batch.write ? write_requests_ : read_requests_);
+    if (!request.direct || got < request.needed) through_cache(request, batch.write);
+    if (!batch.done) return;
+    if (request.part) {
+      if (--batch.parts[request.first_piece] == 0) batch.done(request.first_piece);
+      return;
+    }
+    for (std::size_t i = 0; i < request.pieces; ++i) batch.done(request.first_piece + i);
+  }
+
+  void refuse_direct(bool write) {
+    std::atomic<bool>& direct = write ? direct_writes_ : direct_reads_;
+    if (direct.exchange(false)) note(fmt::format("direct {}: {}", write ? "write" : "read", std::generic_category().message(EINVAL)));
+  }
+
+  // Keeps the page cache from filling with what nobody will read there.
+  void through_cache(const IoRequest& request, bool write) {
+    if (!direct_) return;
+    const std::uint64_t first = request.offset / kCachePage;
+    const std::uint64_t last = (request.offset + request.bytes + kCachePage - 1) / kCachePage;
+    const std::uint64_t bytes = (last - first) * kCachePage;
+    if (write) cache_dirty_ = true;
+    if (cached_.fetch_add(bytes) + bytes < kCachedBytes) return;
+    const std::lock_guard lock(drop_mutex_);
+    if (cached_ < kCachedBytes) return;  // another thread has done it
+    cached_ = 0;
+    direct_->drop_cache(cache_dirty_.exchange(false));
+  }
+
+  void read_mapped(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
+    constexpr std::uint64_t kTogether = 16;  // pieces of one thread
+    check_pieces(pieces, "read", file_.path());
+    const std::uint64_t size = file_.size();
+    std::vector<unsigned char> missing(pieces.size(), 0);
+    io_.parallel_for(pieces.size(), kTogether, [&](std::uint64_t begin, std::uint64_t end) {
+      for (std::uint64_t i = begin; i < end; ++i) {
+        if (!view_->copy(pieces[i].offset, {pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)}, size)) {
+          missing[i] = 1;
+          continue;
+        }
+        mapped_bytes_ += pieces[i].bytes;
+        if (done) done(i);
+      }
+    });
+    std::vector<IoPiece> rest;
+    std::vector<std::size_t> which;
+    for (std::size_t i = 0; i < pieces.size(); ++i) {
+      if (missing[i] == 0) continue;
+      rest.push_back(pieces[i]);
+      which.push_back(i);
+    }
+    const IoPlan plan = plan_reads(rest, {}, file_.path());
+    const Done done_rest = [&](std::size_t i) {
+      if (done) done(which[i]);
+    };
+    run({plan, rest, /*write=*/false, done_rest}, meanwhile);
+  }
+
+  const File& file_;
+  ThreadPool& io_;
+  const PageIoOptions options_;
+  const pid_t process_ = ::getpid();
+
+  std::once_flag chosen_;
+  IoEngine engine_ = IoEngine::kThreads;
+  std::unique_ptr<DirectFile> direct_;  // none where the file lies in memory, or its cache is wanted
+  std::unique_ptr<UringPool> rings_;
+  std::unique_ptr<FileView> view_;
+  std::atomic<bool> direct_reads_{false}, direct_writes_{false};
+  mutable std::mutex note_mutex_;
+  std::string note_;
+
+  std::shared_mutex blocks_;  // pages of the page cache that direct writes share with buffered ones
+  std::atomic<std::uint64_t> cached_{0};
+  std::atomic<bool> cache_dirty_{false};
+  std::mutex drop_mutex_;
+
+  std::atomic<std::uint64_t> read_requests_{0}, write_requests_{0}, bounced_bytes_{0}, mapped_bytes_{0}, thread_bounce_{0};
+};
+
+PageIo::PageIo(const File& file, ThreadPool& io, const PageIoOptions& options)
+    : impl_{std::make_unique<Impl>(file, io, options)} {}
+PageIo::~PageIo() = default;
+
+void PageIo::register_frames(std::span<std::byte> slab) { impl_->register_frames(slab); }
+void PageIo::forget_frames() noexcept { impl_->forget_frames(); }
+void PageIo::read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
+  impl_->read(pieces, done, meanwhile);
+}
+void PageIo::write(std::span<const IoPiece> pieces, const Done& done) { impl_->write(pieces, done); }
+PageIoReport PageIo::report() const { return impl_->report(); }
+
+}  // namespace embermap
