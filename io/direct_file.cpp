@@ -92,7 +92,8 @@ int DirectFile::reopen(const File& file, int flags) {
   if (fd >= 0 || errno != ENOENT) return fd;
   fd = open(file.path().c_str());  // no /proc
   if (fd < 0) return fd;
-  struct stat ours {}, theirs {};
+  struct stat ours {
+  }, theirs{};
   if (::fstat(file.fd(), &ours) == 0 && ::fstat(fd, &theirs) == 0 && ours.st_dev == theirs.st_dev && ours.st_ino == theirs.st_ino)
     return fd;
   ops_.close(fd);
@@ -103,8 +104,7 @@ int DirectFile::reopen(const File& file, int flags) {
 void DirectFile::drop_cache(bool write) const noexcept {
   if (fd_ < 0) return;
   // Results do not matter: what cannot be written now stays dirty, and whoever syncs the file is told.
-  if (write)
-    (void)::sync_file_range(fd_, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+  if (write) (void)::sync_file_range(fd_, 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
   (void)::posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED);
 }
 

@@ -13,8 +13,8 @@ namespace embermap {
 // descriptor still reports.
 class DirectFile {
  public:
-  // With O_DIRECT where `direct` and the file system allow it; otherwise a plain one (none where even that fails). Never throws but
-  // for memory: why() says what was refused.
+  // With O_DIRECT where `direct` and the file system allow it; otherwise a plain one (none where even that fails). Never throws
+  // but for memory: why() says what was refused.
   DirectFile(const File& file, bool direct);
   ~DirectFile();
   DirectFile(const DirectFile&) = delete;

@@ -42,7 +42,7 @@ class FileOps {
   virtual int uring_setup(unsigned entries, struct io_uring* ring, struct io_uring_params* parameters);
   virtual int uring_register_buffers(struct io_uring* ring, const struct iovec* pieces, unsigned count);
   virtual int uring_complete(int result, bool write, off_t offset, std::size_t bytes);
-  static FileOps& system();                   // the real ones; stateless
+  static FileOps& system();  // the real ones; stateless
 };
 
 // Owns one descriptor (close-on-exec). Reads and writes name their offset, so threads may share a File and a forked child

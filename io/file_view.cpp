@@ -19,7 +19,8 @@ namespace {
 namespace ipc = boost::interprocess;
 
 constexpr std::uint64_t kPage = 4096;
-constexpr std::size_t kLook = 512;  // pages looked at in one call
+constexpr std::uint64_t kFaultAround = 64ULL << 10;  // what a page fault maps beside its page
+constexpr std::size_t kLook = 512;                   // pages looked at in one call
 
 // The same file, whatever it is called now; by its name only where there is no /proc.
 ipc::file_mapping open_mapping(const File& file) {
@@ -46,6 +47,9 @@ class FileView::Region {
   }
   std::uint64_t bytes() const noexcept { return region_.get_size(); }
   const std::byte* data() const noexcept { return static_cast<const std::byte*>(region_.get_address()); }
+
+  // Takes its pages out of the page table; they stay in the page cache.
+  void forget() const noexcept { (void)::madvise(region_.get_address(), region_.get_size(), MADV_DONTNEED); }
 
   // How many of the pages that [offset, offset + bytes) touches are in memory, until the first that is not if `all` are wanted.
   std::uint64_t resident(std::uint64_t offset, std::uint64_t bytes, bool all) const {
@@ -99,6 +103,11 @@ bool FileView::copy(std::uint64_t offset, std::span<std::byte> out, std::uint64_
   const std::uint64_t pages = ceil_div(offset % kPage + out.size(), kPage);
   if (mapped->resident(offset, out.size(), /*all=*/true) != pages) return false;
   std::memcpy(out.data(), mapped->data() + offset, out.size());
+  const std::uint64_t touched = std::max<std::uint64_t>(out.size(), kFaultAround);
+  if (touched_.fetch_add(touched) + touched >= kMostMapped) {
+    touched_ = 0;
+    mapped->forget();
+  }
   return true;
 }
 

@@ -28,17 +28,17 @@ struct IoRequest {
 };
 
 struct IoPlan {
-  std::vector<IoRequest> requests;      // in the order of the file
-  std::vector<iovec> vectors;           // their memory
-  std::vector<std::uint32_t> parts;     // of each piece: how many requests share it; empty if none is shared
-  std::vector<std::size_t> empty;       // pieces of no bytes
-  std::uint64_t bounce_bytes = 0;       // the largest bounced request
-  std::uint64_t buffered_bytes = 0;     // what goes through the page cache
+  std::vector<IoRequest> requests;   // in the order of the file
+  std::vector<iovec> vectors;        // their memory
+  std::vector<std::uint32_t> parts;  // of each piece: how many requests share it; empty if none is shared
+  std::vector<std::size_t> empty;    // pieces of no bytes
+  std::uint64_t bounce_bytes = 0;    // the largest bounced request
+  std::uint64_t buffered_bytes = 0;  // what goes through the page cache
   bool direct = false, buffered = false, shares_blocks = false;  // any request is; a direct one ends inside a page of the cache
 };
 
-inline constexpr std::uint64_t kCachePage = 4096;             // of the page cache
-inline constexpr std::uint64_t kRequestBytes = 1ULL << 20;    // of one request, at most
+inline constexpr std::uint64_t kCachePage = 4096;           // of the page cache
+inline constexpr std::uint64_t kRequestBytes = 1ULL << 20;  // of one request, at most
 // Smaller where the page cache is in between, so that a call at full depth cannot fill it.
 inline constexpr std::uint64_t kBufferedBytes = 256ULL << 10;
 inline constexpr std::uint64_t kBouncedBytes = 128ULL << 10;  // of one request through a bounce buffer

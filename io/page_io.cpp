@@ -157,8 +157,8 @@ class PageIo::Impl {
 
   void prepare() {
     if (::getpid() != process_)
-      throw ClosedError(fmt::format("{} was opened in process {}; a forked child has to open it again", printable(file_.path()),
-                                    process_));
+      throw ClosedError(
+          fmt::format("{} was opened in process {}; a forked child has to open it again", printable(file_.path()), process_));
     std::call_once(chosen_, [&] { choose(); });
   }
 
@@ -216,7 +216,8 @@ class PageIo::Impl {
     constexpr double kSlow = 500e-6;
     const struct stat status = file_.status();
     const auto size = static_cast<std::uint64_t>(status.st_size);
-    if (!direct_ || direct_->fd() < 0 || size < kLeast || static_cast<std::uint64_t>(status.st_blocks) * 512 < kLeast) return false;
+    if (!direct_ || direct_->fd() < 0 || size < kLeast || static_cast<std::uint64_t>(status.st_blocks) * 512 < kLeast)
+      return false;
     const AlignedBuffer memory(kReads * kBytes);
     std::mt19937_64 random(size);
     const auto time = [&](bool uring, std::size_t reads) {
@@ -277,9 +278,10 @@ class PageIo::Impl {
   }
 
   void run_uring(const Batch& batch, const Meanwhile& meanwhile) {
-    rings_->run({batch.plan, batch.write,
-                 [&](const IoRequest& request, int result, std::byte* bounce) { finish(batch, request, result, bounce, "io_uring "); },
-                 in_steps(meanwhile)});
+    rings_->run(
+        {batch.plan, batch.write,
+         [&](const IoRequest& request, int result, std::byte* bounce) { finish(batch, request, result, bounce, "io_uring "); },
+         in_steps(meanwhile)});
   }
 
   void run_threads(const Batch& batch, const Meanwhile& meanwhile) {
@@ -364,7 +366,8 @@ class PageIo::Impl {
 
   void refuse_direct(bool write) {
     std::atomic<bool>& direct = write ? direct_writes_ : direct_reads_;
-    if (direct.exchange(false)) note(fmt::format("direct {}: {}", write ? "write" : "read", std::generic_category().message(EINVAL)));
+    if (direct.exchange(false))
+      note(fmt::format("direct {}: {}", write ? "write" : "read", std::generic_category().message(EINVAL)));
   }
 
   // Keeps the page cache from filling with what nobody will read there.

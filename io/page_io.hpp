@@ -25,9 +25,9 @@ std::string_view io_engine_name(IoEngine engine);
 IoEngine parse_io_engine(std::string_view name);
 
 struct PageIoOptions {
-  std::optional<IoEngine> engine;  // nullopt: chosen by a short probe of the file
-  std::optional<bool> direct;      // past the page cache (O_DIRECT); nullopt: wherever kernel and file system allow it
-  unsigned depth = 128;            // requests in flight of one call (1 to 4096)
+  std::optional<IoEngine> engine = {};  // nullopt: chosen by a short probe of the file
+  std::optional<bool> direct = {};      // past the page cache (O_DIRECT); nullopt: wherever kernel and file system allow it
+  unsigned depth = 128;                 // requests in flight of one call (1 to 4096)
   // The file was there before, and others use it: if most of it is in the page cache, it may stay there and is copied from there.
   bool prefer_cached = false;
 };
@@ -35,11 +35,11 @@ struct PageIoOptions {
 // How a file is read and written, what was refused and why, and what that took so far.
 struct PageIoReport {
   IoEngine engine = IoEngine::kThreads;
-  bool direct_reads = false, direct_writes = false;  // where alignment allows; bounce buffers make every read direct
-  bool fixed_buffers = false;                        // the registered frames are known to the kernel
-  unsigned depth = 0;                                // requests in flight of one call
-  std::uint64_t memory_bytes = 0;                    // rings and bounce buffers
-  std::string note;                                  // "io_uring_setup: Operation not permitted"; empty: nothing was refused
+  bool direct_reads = false, direct_writes = false;     // where alignment allows; bounce buffers make every read direct
+  bool fixed_buffers = false;                           // the registered frames are known to the kernel
+  unsigned depth = 0;                                   // requests in flight of one call
+  std::uint64_t memory_bytes = 0;                       // rings and bounce buffers
+  std::string note;                                     // "io_uring_setup: Operation not permitted"; empty: nothing was refused
   std::uint64_t read_requests = 0, write_requests = 0;  // made to the system, after merging; a copy from the mapping is none
   std::uint64_t bounced_bytes = 0;                      // read through bounce buffers
   std::uint64_t mapped_bytes = 0;                       // copied from the mapping
@@ -54,21 +54,21 @@ struct IoPiece {
   std::uint64_t room = 0;
 };
 
-// Work for the time that reads are in flight: body(begin, end) over [0, count) in stretches of `grain`, on threads of `pool` or of
-// the I/O pool, possibly several at once.
+// Work for the time that reads are in flight: body(begin, end) over [0, count) in stretches of `grain`, on threads of `pool` or
+// of the I/O pool, possibly several at once.
 struct Meanwhile {
   std::uint64_t count = 0;
   std::uint64_t grain = 1;
-  ThreadPool* pool = nullptr;
-  std::function<void(std::uint64_t, std::uint64_t)> body;
+  ThreadPool* pool = nullptr;  // nullptr: the calling thread
+  std::function<void(std::uint64_t, std::uint64_t)> body = {};
 };
 
-// Thread safety: all members may be called from several threads at once. A call that throws leaves no request in flight: its memory
-// is the caller's again. Not usable in a forked child (ClosedError), where it can only be destroyed; that does not disturb the
-// parent.
+// Thread safety: all members may be called from several threads at once. A call that throws leaves no request in flight: its
+// memory is the caller's again. Not usable in a forked child (ClosedError), where it can only be destroyed; that does not disturb
+// the parent.
 //
-// Writes and direct I/O: bytes written here are seen by reads here, whichever way both go. Nothing is durable before File::sync();
-// what is written past or dropped from the page cache is not either.
+// Writes and direct I/O: bytes written here are seen by reads here, whichever way both go. Nothing is durable before
+// File::sync(); what is written past or dropped from the page cache is not either.
 class PageIo {
  public:
   using Done = std::function<void(std::size_t)>;
@@ -88,8 +88,8 @@ class PageIo {
 
   // Pieces are sorted by offset and do not overlap, in the file or in memory. Neighbours travel in one request. done(i) is called
   // once for each piece as it arrives, while others are in flight, on the calling thread or on threads of the pool, several at
-  // once. `meanwhile` is done when this returns. Throws IoError, FormatError "truncated", InvalidArgument for pieces out of order,
-  // and what `done` and `meanwhile` throw.
+  // once. `meanwhile` is done when this returns. Throws IoError, FormatError "truncated", InvalidArgument for pieces out of
+  // order, and what `done` and `meanwhile` throw.
   void read(std::span<const IoPiece> pieces, const Done& done = {}, const Meanwhile& meanwhile = {});
   // Likewise; memory is only read. done(i): piece i is written (not durable).
   void write(std::span<const IoPiece> pieces, const Done& done = {});

@@ -17,7 +17,7 @@
 namespace embermap {
 namespace {
 
-constexpr std::uint64_t kFixedPiece = 1ULL << 30;   // the kernel's limit for one buffer
+constexpr std::uint64_t kFixedPiece = 1ULL << 30;    // the kernel's limit for one buffer
 constexpr std::uint64_t kBounceMemory = 1ULL << 20;  // of one ring
 
 [[noreturn]] void throw_refused(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
@@ -142,8 +142,8 @@ struct Uring::Loop {
   void finish(std::uint64_t data, int result) {
     const IoRequest& request = job.plan.requests[data & 0xFFFFFFFFU];
     const auto slot = static_cast<std::uint32_t>(data >> 32);
-    result =
-        uring.file_.ops().uring_complete(result, job.write, static_cast<off_t>(request.offset), static_cast<std::size_t>(request.bytes));
+    result = uring.file_.ops().uring_complete(result, job.write, static_cast<off_t>(request.offset),
+                                              static_cast<std::size_t>(request.bytes));
     if (result == -EINTR) return again.push_back(data);
     if (!failure) {
       try {

@@ -24,8 +24,8 @@ namespace embermap {
 struct UringJob {
   const IoPlan& plan;
   bool write = false;
-  // A request has ended with `result`, a count or a negative errno. What was read lies in `bounce` if the request has no memory of
-  // its own.
+  // A request has ended with `result`, a count or a negative errno. What was read lies in `bounce` if the request has no memory
+  // of its own.
   std::function<void(const IoRequest&, int result, std::byte* bounce)> complete;
   // Does a little of the work that is to be done meanwhile; false: none is left. May be empty.
   std::function<bool()> meanwhile;
@@ -53,7 +53,7 @@ class Uring {
   bool register_frames(const FixedFrames& frames);
   const FixedFrames& frames() const noexcept { return frames_; }
 
-  bool broken() const noexcept { return broken_; }  // not to be used again
+  bool broken() const noexcept { return broken_; }                        // not to be used again
   std::uint64_t memory_bytes() const noexcept { return memory_.load(); }  // from any thread
 
  private:
