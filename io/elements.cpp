@@ -10,6 +10,7 @@
 #include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "base/vector_dispatch.hpp"
 
 namespace embermap {
 namespace {
@@ -17,18 +18,25 @@ namespace {
 constexpr std::uint64_t kBufferBytes = 16_MiB;
 
 template <class Word>
-void swap_words(std::byte* data, std::uint64_t count) {
-  for (std::uint64_t i = 0; i < count; ++i) {
-    Word word;
-    std::memcpy(&word, data + i * sizeof(Word), sizeof(Word));
-    if constexpr (sizeof(Word) == 2)
-      word = __builtin_bswap16(word);
-    else if constexpr (sizeof(Word) == 4)
-      word = __builtin_bswap32(word);
-    else
-      word = __builtin_bswap64(word);
-    std::memcpy(data + i * sizeof(Word), &word, sizeof(Word));
-  }
+EMBERMAP_ALWAYS_INLINE inline Word swapped(Word word) {
+  if constexpr (sizeof(Word) == 2)
+    return __builtin_bswap16(word);
+  else if constexpr (sizeof(Word) == 4)
+    return __builtin_bswap32(word);
+  else
+    return __builtin_bswap64(word);
+}
+
+template <class Word>
+void swap_words(const std::byte* in, std::byte* out, std::uint64_t count) {
+  with_widest_vectors([=]() EMBERMAP_ALWAYS_INLINE {
+    for (std::uint64_t i = 0; i < count; ++i) {
+      Word word;
+      std::memcpy(&word, in + i * sizeof(Word), sizeof(Word));
+      word = swapped(word);
+      std::memcpy(out + i * sizeof(Word), &word, sizeof(Word));
+    }
+  });
 }
 
 template <std::size_t kItem>
@@ -54,12 +62,16 @@ void pick(const std::byte* in, std::uint64_t count, std::uint64_t item, std::uin
 void decode_elements(const ElementFormat& format, std::byte* data, std::uint64_t count) {
   if (format.boolean)
     for (std::uint64_t i = 0; i < count; ++i) data[i] = data[i] == std::byte{0} ? std::byte{0} : std::byte{1};
-  if (!format.swap) return;
-  switch (item_size(format.dtype)) {
-    case 2: return swap_words<std::uint16_t>(data, count);
-    case 4: return swap_words<std::uint32_t>(data, count);
-    case 8: return swap_words<std::uint64_t>(data, count);
-    default: return;
+  if (format.swap) swap_elements(data, data, count, item_size(format.dtype));
+}
+
+void swap_elements(const std::byte* in, std::byte* out, std::uint64_t count, std::uint64_t item) {
+  switch (item) {
+    case 2: return swap_words<std::uint16_t>(in, out, count);
+    case 4: return swap_words<std::uint32_t>(in, out, count);
+    case 8: return swap_words<std::uint64_t>(in, out, count);
+    default:
+      if (in != out) std::memcpy(out, in, count * item);
   }
 }
 

@@ -24,6 +24,10 @@ struct ElementFormat {
 // Turns `count` elements as read from the file into elements of format.dtype, in place.
 void decode_elements(const ElementFormat& format, std::byte* data, std::uint64_t count);
 
+// Turns around the bytes of each of `count` elements of `item` bytes (1, 2, 4 or 8). `in` and `out` are the same or do not
+// overlap.
+void swap_elements(const std::byte* in, std::byte* out, std::uint64_t count, std::uint64_t item);
+
 // "float32, float16, ...": what a table can hold, for messages.
 std::string table_dtypes();
 

@@ -87,14 +87,15 @@ class PageIo::Impl {
     rings_.reset();
   }
 
-  void read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
+  std::uint64_t read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
     prepare();
     if (view_) return read_mapped(pieces, done, meanwhile);
     const IoPlan plan = plan_reads(pieces, direct_reads_ ? direct_->alignment() : DirectAlignment{}, file_.path());
     run({plan, pieces, /*write=*/false, done}, meanwhile);
+    return plan.requests.size();
   }
 
-  void write(std::span<const IoPiece> pieces, const Done& done) {
+  std::uint64_t write(std::span<const IoPiece> pieces, const Done& done) {
     prepare();
     const bool direct = direct_writes_;
     const IoPlan plan = plan_writes(pieces, direct ? direct_->alignment() : DirectAlignment{}, file_.path());
@@ -106,6 +107,7 @@ class PageIo::Impl {
     } else {
       write_plan(plan, pieces, done, direct);
     }
+    return plan.requests.size();
   }
 
   void register_frames(std::span<std::byte> slab) {
@@ -384,7 +386,7 @@ class PageIo::Impl {
     direct_->drop_cache(cache_dirty_.exchange(false));
   }
 
-  void read_mapped(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
+  std::uint64_t read_mapped(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
     constexpr std::uint64_t kTogether = 16;  // pieces of one thread
     check_pieces(pieces, "read", file_.path());
     const std::uint64_t size = file_.size();
@@ -411,6 +413,7 @@ class PageIo::Impl {
       if (done) done(which[i]);
     };
     run({plan, rest, /*write=*/false, done_rest}, meanwhile);
+    return plan.requests.size();
   }
 
   const File& file_;
@@ -441,10 +444,10 @@ PageIo::~PageIo() = default;
 
 void PageIo::register_frames(std::span<std::byte> slab) { impl_->register_frames(slab); }
 void PageIo::forget_frames() noexcept { impl_->forget_frames(); }
-void PageIo::read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
-  impl_->read(pieces, done, meanwhile);
+std::uint64_t PageIo::read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
+  return impl_->read(pieces, done, meanwhile);
 }
-void PageIo::write(std::span<const IoPiece> pieces, const Done& done) { impl_->write(pieces, done); }
+std::uint64_t PageIo::write(std::span<const IoPiece> pieces, const Done& done) { return impl_->write(pieces, done); }
 PageIoReport PageIo::report() const { return impl_->report(); }
 
 }  // namespace embermap

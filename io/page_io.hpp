@@ -89,10 +89,10 @@ class PageIo {
   // Pieces are sorted by offset and do not overlap, in the file or in memory. Neighbours travel in one request. done(i) is called
   // once for each piece as it arrives, while others are in flight, on the calling thread or on threads of the pool, several at
   // once. `meanwhile` is done when this returns. Throws IoError, FormatError "truncated", InvalidArgument for pieces out of
-  // order, and what `done` and `meanwhile` throw.
-  void read(std::span<const IoPiece> pieces, const Done& done = {}, const Meanwhile& meanwhile = {});
+  // order, and what `done` and `meanwhile` throw. Returns how many requests were made to the system.
+  std::uint64_t read(std::span<const IoPiece> pieces, const Done& done = {}, const Meanwhile& meanwhile = {});
   // Likewise; memory is only read. done(i): piece i is written (not durable).
-  void write(std::span<const IoPiece> pieces, const Done& done = {});
+  std::uint64_t write(std::span<const IoPiece> pieces, const Done& done = {});
 
   // Probes the file if nobody has used it yet.
   PageIoReport report() const;

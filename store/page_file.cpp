@@ -1,34 +1,37 @@
 #include "store/page_file.hpp"
 
 #include <fmt/format.h>
-#include <sys/uio.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
-#include <vector>
 
-#include "base/error.hpp"
+#include "base/aligned_buffer.hpp"
+#include "base/checked.hpp"
 #include "io/checksum.hpp"
+#include "io/elements.hpp"
 
 namespace embermap {
 namespace {
 
-// Neighbouring pages travel in one call up to this many bytes and pieces.
-constexpr std::uint64_t kRunBytes = 1U << 20;
-constexpr std::size_t kRunPages = 256;
+constexpr std::uint64_t kStagingBytes = 2U << 20;  // of pages that are changed on their way to the file
+constexpr std::uint64_t kGrainBytes = 64U << 10;   // what one thread does at a time
 
-// Cuts pages sorted by number into runs of neighbours.
-std::vector<std::span<const PageBuffer>> find_runs(std::span<const PageBuffer> pages, std::uint64_t page_bytes) {
-  const std::size_t most = std::clamp<std::size_t>(kRunBytes / page_bytes, 1, kRunPages);
-  std::vector<std::span<const PageBuffer>> runs;
-  for (std::size_t begin = 0; begin < pages.size();) {
-    std::size_t end = begin + 1;
-    while (end < pages.size() && end - begin < most && pages[end].page == pages[end - 1].page + 1) ++end;
-    runs.push_back(pages.subspan(begin, end - begin));
-    begin = end;
+// Adds the time it lives.
+class Stopwatch {
+ public:
+  explicit Stopwatch(std::atomic<std::uint64_t>& nanoseconds) : nanoseconds_{nanoseconds} {}
+  ~Stopwatch() {
+    const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - begin_;
+    nanoseconds_ += static_cast<std::uint64_t>(taken.count());
   }
-  return runs;
-}
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  std::atomic<std::uint64_t>& nanoseconds_;
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
 
 void sort_by_page(std::span<PageBuffer> pages) {
   std::sort(pages.begin(), pages.end(), [](const PageBuffer& a, const PageBuffer& b) { return a.page < b.page; });
@@ -44,7 +47,7 @@ void fill_elements(std::byte* out, std::uint64_t count, double value) {
 
 PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema& schema, const Geometry& geometry,
                    Initializer init, std::uint64_t seed, ThreadPool& compute, ThreadPool& io, std::function<void()> before_write,
-                   bool alone)
+                   const PageFileOptions& options)
     : table_{std::move(table)},
       data_{std::move(data)},
       ledger_{std::move(ledger)},
@@ -53,9 +56,18 @@ PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema
       init_{init},
       seed_{seed},
       compute_{compute},
-      io_{io},
       before_write_{std::move(before_write)},
-      alone_{alone} {}
+      alone_{options.alone},
+      swap_{options.swap && item_size(schema.dtype()) > 1},
+      page_io_{std::make_unique<PageIo>(data_, io, options.io)} {
+  if (swap_ && schema_.structured())
+    throw InvalidArgument(fmt::format("table '{}': structured records have the byte order of this machine", printable(table_)));
+}
+
+PageIo& PageFile::io() const {
+  if (!page_io_) throw ClosedError(fmt::format("{} is closed", printable(data_.path())));
+  return *page_io_;
+}
 
 std::string PageFile::describe(std::uint64_t page) const {
   const std::uint64_t first = page * geometry_.rows_per_page;
@@ -96,21 +108,57 @@ void PageFile::read(std::span<PageBuffer> pages) {
     (is_written ? written : fresh).push_back(page);
   }
 
-  const auto runs = find_runs(written, geometry_.page_bytes());
-  io_.parallel_for(runs.size(), 1, [&](std::uint64_t begin, std::uint64_t end) {
-    for (std::uint64_t i = begin; i < end; ++i) read_run(runs[i]);
-  });
-  compute_.parallel_for(fresh.size(), std::max<std::uint64_t>(1, (64U << 10) / geometry_.page_bytes()),
-                        [&](std::uint64_t begin, std::uint64_t end) {
-                          for (std::uint64_t i = begin; i < end; ++i) {
-                            const std::uint64_t rows = geometry_.rows_in(fresh[i].page);
-                            generate(fresh[i].page * geometry_.rows_per_page, rows, fresh[i].memory);
-                            std::memset(fresh[i].memory + rows * geometry_.stride, 0,
-                                        (geometry_.rows_per_page - rows) * geometry_.stride);
-                          }
-                        });
+  const Meanwhile generating{.count = fresh.size(),
+                             .grain = std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
+                             .pool = &compute_,
+                             .body = [&](std::uint64_t begin, std::uint64_t end) {
+                               for (std::uint64_t i = begin; i < end; ++i) {
+                                 const std::uint64_t rows = geometry_.rows_in(fresh[i].page);
+                                 generate(fresh[i].page * geometry_.rows_per_page, rows, fresh[i].memory);
+                                 std::memset(fresh[i].memory + rows * geometry_.stride, 0,
+                                             (geometry_.rows_per_page - rows) * geometry_.stride);
+                               }
+                             }};
+  const std::vector<IoPiece> pieces = pieces_of(written);
+  const Stopwatch watch(counters_.read_nanoseconds);
+  counters_.read_requests += io().read(
+      pieces,
+      [&](std::size_t i) {
+        counters_.bytes_read += pieces[i].bytes;
+        arrived(written[i]);
+      },
+      generating);
   counters_.pages_read += written.size();
   counters_.pages_generated += fresh.size();
+}
+
+std::vector<IoPiece> PageFile::pieces_of(std::span<const PageBuffer> pages) const {
+  std::vector<IoPiece> pieces;
+  pieces.reserve(pages.size());
+  for (const PageBuffer& page : pages)
+    pieces.push_back({geometry_.offset_of(page.page), page.memory, geometry_.bytes_in(page.page), geometry_.page_bytes()});
+  return pieces;
+}
+
+std::uint64_t PageFile::elements_in(std::uint64_t page) const { return geometry_.bytes_in(page) / item_size(schema_.dtype()); }
+
+void PageFile::arrived(const PageBuffer& page) const {
+  const std::uint64_t length = geometry_.bytes_in(page.page);
+  std::memset(page.memory + length, 0, geometry_.page_bytes() - length);
+  const auto recorded = ledger_.checksum(page.page);
+  if (recorded && *recorded != page_checksum({page.memory, length})) throw damaged(page.page, "does not match its checksum");
+  if (swap_) swap_elements(page.memory, page.memory, elements_in(page.page), item_size(schema_.dtype()));
+}
+
+void PageFile::read_stored(std::span<PageBuffer> pages, const std::function<void(const PageBuffer&)>& done) {
+  sort_by_page(pages);
+  const std::vector<IoPiece> pieces = pieces_of(pages);
+  const Stopwatch watch(counters_.read_nanoseconds);
+  counters_.read_requests += io().read(pieces, [&](std::size_t i) {
+    counters_.bytes_read += pieces[i].bytes;
+    ++counters_.pages_read;
+    done(pages[i]);
+  });
 }
 
 CorruptError PageFile::damaged(std::uint64_t page, std::string_view how) const {
@@ -118,62 +166,74 @@ CorruptError PageFile::damaged(std::uint64_t page, std::string_view how) const {
                                   alone_ ? "" : "; if a writer has changed the store since it was opened, open it again"));
 }
 
-void PageFile::read_run(std::span<const PageBuffer> run) {
-  std::vector<iovec> pieces(run.size());
-  std::uint64_t bytes = 0;
-  for (std::size_t i = 0; i < run.size(); ++i) {
-    pieces[i] = {run[i].memory, geometry_.bytes_in(run[i].page)};
-    bytes += pieces[i].iov_len;
-  }
-  data_.read(geometry_.offset_of(run.front().page), pieces);
-  counters_.bytes_read += bytes;
-  for (const PageBuffer& page : run) {
-    const std::uint64_t length = geometry_.bytes_in(page.page);
-    std::memset(page.memory + length, 0, geometry_.page_bytes() - length);
-    const auto recorded = ledger_.checksum(page.page);
-    if (recorded && *recorded != page_checksum({page.memory, length})) throw damaged(page.page, "does not match its checksum");
-  }
-}
-
 void PageFile::write(std::span<PageBuffer> pages) {
   if (pages.empty()) return;
   before_write_();
   ahead_.store(true);
   sort_by_page(pages);
-  const auto runs = find_runs(pages, geometry_.page_bytes());
-  io_.parallel_for(runs.size(), 1, [&](std::uint64_t begin, std::uint64_t end) {
-    for (std::uint64_t i = begin; i < end; ++i) write_run(runs[i]);
+  const Stopwatch watch(counters_.write_nanoseconds);
+  swap_ ? write_swapped(pages) : write_stored(pages, pieces_of(pages));
+}
+
+void PageFile::write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces) {
+  std::vector<std::uint32_t> checksums(pieces.size());
+  compute_.parallel_for(pieces.size(), std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
+                        [&](std::uint64_t begin, std::uint64_t end) {
+                          for (std::uint64_t i = begin; i < end; ++i)
+                            checksums[i] = page_checksum({pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)});
+                        });
+  // Each checksum follows its page: whatever fails, the ledger speaks of what the file has.
+  counters_.write_requests += io().write(pieces, [&](std::size_t i) {
+    ledger_.record(pages[i].page, checksums[i]);
+    ++counters_.pages_written;
+    counters_.bytes_written += pieces[i].bytes;
   });
 }
 
-void PageFile::write_run(std::span<const PageBuffer> run) {
-  std::vector<iovec> pieces(run.size());
-  std::vector<std::uint32_t> checksums(run.size());
-  std::uint64_t bytes = 0;
-  for (std::size_t i = 0; i < run.size(); ++i) {
-    const std::uint64_t length = geometry_.bytes_in(run[i].page);
-    pieces[i] = {run[i].memory, length};
-    checksums[i] = page_checksum({run[i].memory, length});
-    bytes += length;
+void PageFile::write_swapped(std::span<const PageBuffer> pages) {
+  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const std::uint64_t together = std::min<std::uint64_t>(std::max<std::uint64_t>(1, kStagingBytes / page_bytes), pages.size());
+  const AlignedBuffer staging(checked_mul(together, page_bytes, "bytes of pages on their way to the file"));
+  for (std::uint64_t first = 0; first < pages.size(); first += together) {
+    const auto some = pages.subspan(first, std::min(together, pages.size() - first));
+    std::vector<IoPiece> pieces = pieces_of(some);
+    for (std::uint64_t i = 0; i < some.size(); ++i) {
+      pieces[i].memory = staging.data() + i * page_bytes;
+      swap_elements(some[i].memory, pieces[i].memory, elements_in(some[i].page), item_size(schema_.dtype()));
+    }
+    write_stored(some, pieces);
   }
-  data_.write(geometry_.offset_of(run.front().page), pieces);
-  for (std::size_t i = 0; i < run.size(); ++i) ledger_.record(run[i].page, checksums[i]);
-  counters_.pages_written += run.size();
-  counters_.bytes_written += bytes;
 }
 
-void PageFile::seal(std::uint64_t page) {
+void PageFile::seal(std::span<const std::uint64_t> pages) {
+  if (pages.empty()) return;
   before_write_();
   ahead_.store(true);
-  std::vector<std::byte> bytes(geometry_.bytes_in(page));
-  std::uint32_t checksum = 0;
-  try {
-    data_.read(geometry_.offset_of(page), bytes);
-    checksum = page_checksum(bytes);
-  } catch (const Error&) {
-    // Whoever reads the page meets the error again.
+  const std::uint64_t page_bytes = geometry_.page_bytes();
+  const std::uint64_t together = std::min<std::uint64_t>(std::max<std::uint64_t>(1, kStagingBytes / page_bytes), pages.size());
+  const AlignedBuffer memory(checked_mul(together, page_bytes, "bytes of pages to be sealed"));
+  // Whoever reads a page that cannot be read meets the error again; here nothing is known about it.
+  const auto seal_some = [&](std::span<const std::uint64_t> some) {
+    std::vector<PageBuffer> buffers;
+    for (const std::uint64_t page : some) buffers.push_back({page, memory.data() + buffers.size() * page_bytes});
+    std::vector<std::uint32_t> checksums(some.size(), 0);
+    try {
+      read_stored(buffers, [&](const PageBuffer& page) {
+        checksums[static_cast<std::uint64_t>(page.memory - memory.data()) / page_bytes] =
+            page_checksum({page.memory, static_cast<std::size_t>(geometry_.bytes_in(page.page))});
+      });
+    } catch (const Error&) {
+      if (some.size() > 1) return false;
+      checksums[0] = 0;
+    }
+    for (std::size_t i = 0; i < some.size(); ++i) ledger_.record(some[i], checksums[i]);
+    return true;
+  };
+  for (std::uint64_t first = 0; first < pages.size(); first += together) {
+    const auto some = pages.subspan(first, std::min(together, pages.size() - first));
+    if (seal_some(some)) continue;
+    for (std::size_t i = 0; i < some.size(); ++i) seal_some(some.subspan(i, 1));
   }
-  ledger_.record(page, checksum);
 }
 
 void PageFile::sync() {
@@ -197,6 +257,7 @@ void PageFile::sync() {
 }
 
 void PageFile::close() {
+  page_io_.reset();
   data_.close();
   ledger_.close();
 }

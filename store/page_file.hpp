@@ -5,11 +5,16 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
+#include <string>
+#include <string_view>
+#include <vector>
 
 #include "base/error.hpp"
 #include "base/thread_pool.hpp"
 #include "io/file.hpp"
+#include "io/page_io.hpp"
 #include "store/geometry.hpp"
 #include "store/initializer.hpp"
 #include "store/page_ledger.hpp"
@@ -23,28 +28,42 @@ struct PageBuffer {
   std::byte* memory = nullptr;
 };
 
+struct PageFileOptions {
+  PageIoOptions io = {};
+  bool alone = true;  // nobody else may have changed the file since the ledger was opened: a mismatch means damage
+  bool swap = false;  // elements have the other byte order in the file. Not for structured records
+};
+
 // Thread safety: all members but set_geometry and close may be called from several threads, but nobody may read or write a
 // page while another writes it.
 class PageFile {
  public:
   struct Counters {
     std::atomic<std::uint64_t> pages_read{0}, pages_generated{0}, pages_written{0}, bytes_read{0}, bytes_written{0};
+    std::atomic<std::uint64_t> read_requests{0}, write_requests{0};  // made to the system: neighbouring pages share one
+    // Spent in read() and write() by all callers together; of read(), the time in which missing pages were generated as well.
+    std::atomic<std::uint64_t> read_nanoseconds{0}, write_nanoseconds{0};
   };
 
-  // `alone`: nobody else may have changed the file since the ledger was opened, so that a mismatch means damage.
   // `before_write` runs before any page is written, so that the store can note that the file is ahead of the last commit.
   PageFile(std::string table, File data, PageLedger ledger, const Schema& schema, const Geometry& geometry, Initializer init,
-           std::uint64_t seed, ThreadPool& compute, ThreadPool& io, std::function<void()> before_write, bool alone = true);
+           std::uint64_t seed, ThreadPool& compute, ThreadPool& io, std::function<void()> before_write,
+           const PageFileOptions& options = {});
 
-  // Fills the buffers (their order is changed: sorted by page). Written pages are read, neighbours in one call, several calls at
-  // once, and compared with their checksum where that is in memory; the others are generated. Bytes behind the last row are zero.
-  // Throws IoError, FormatError (truncated), CorruptError naming the rows.
+  // Fills the buffers (their order is changed: sorted by page; no page twice). Written pages are read, neighbours in one request,
+  // many requests at once, and compared with their checksum where that is in memory; the others are generated meanwhile. Bytes
+  // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). Throws IoError,
+  // FormatError (truncated), CorruptError naming the rows.
   void read(std::span<PageBuffer> pages);
   // Writes the buffers (their order is changed) with their checksums. Durable after sync().
   void write(std::span<PageBuffer> pages);
+  // Reads pages as the file has them, written or not, in its byte order and unchecked. done(page) is called for each as it
+  // arrives, on several threads at once.
+  void read_stored(std::span<PageBuffer> pages, const std::function<void(const PageBuffer&)>& done);
   // Records the checksum of what the file has for a written page now: after its length changed, or to accept it as it is. Where
   // it cannot be read, "none recorded" is what is known about it.
-  void seal(std::uint64_t page);
+  void seal(std::uint64_t page) { seal(std::span(&page, 1)); }
+  void seal(std::span<const std::uint64_t> pages);  // ascending
   // Makes what was written durable: data first, then the ledger. A sync that failed is not tried again: the system may have given
   // up the pages it could not write, and a second one would succeed without them. From then on this throws.
   void sync();
@@ -63,6 +82,13 @@ class PageFile {
   const PageLedger& ledger() const noexcept { return ledger_; }
   File& data() noexcept { return data_; }
   const Counters& counters() const noexcept { return counters_; }
+  // How the file is read and written; finds out if nobody has used it yet.
+  PageIoReport io_report() const { return io().report(); }
+  // For memory of many reads and writes; see PageIo.
+  void register_frames(std::span<std::byte> slab) { io().register_frames(slab); }
+  void forget_frames() noexcept {
+    if (page_io_) page_io_->forget_frames();
+  }
   std::string describe(std::uint64_t page) const;  // "page 3 (rows 24 to 31) of table 'items'"
 
   // Only while no other call runs.
@@ -71,8 +97,12 @@ class PageFile {
 
  private:
   CorruptError damaged(std::uint64_t page, std::string_view how) const;
-  void read_run(std::span<const PageBuffer> run);
-  void write_run(std::span<const PageBuffer> run);
+  PageIo& io() const;
+  std::vector<IoPiece> pieces_of(std::span<const PageBuffer> pages) const;
+  void write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces);
+  void write_swapped(std::span<const PageBuffer> pages);
+  void arrived(const PageBuffer& page) const;
+  std::uint64_t elements_in(std::uint64_t page) const;
 
   std::string table_;
   File data_;
@@ -82,12 +112,13 @@ class PageFile {
   Initializer init_;
   std::uint64_t seed_;
   ThreadPool& compute_;
-  ThreadPool& io_;
   std::function<void()> before_write_;
   bool alone_;
+  bool swap_;
   Counters counters_;
   std::atomic<bool> ahead_{false};
   std::atomic<bool> sync_failed_{false};
+  std::unique_ptr<PageIo> page_io_;  // none once closed
 };
 
 }  // namespace embermap

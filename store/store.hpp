@@ -5,11 +5,13 @@
 #include <filesystem>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "base/size_text.hpp"
+#include "io/page_io.hpp"
 #include "io/rows.hpp"
 #include "store/replacement.hpp"
 #include "store/table.hpp"
@@ -29,7 +31,10 @@ struct StoreOptions {
   Replacement replacement = Replacement::kLru;  // what memory that is too small for a table keeps; see store/replacement.hpp
   bool write_behind = true;  // write dirty pages ahead of need, on a thread of the store's; false: when a miss needs their frames
   int device = -1;  // CUDA device whose kernels will use the hot pages; -1: none. Throws CudaError if there is no such device
-  unsigned threads = 0;  // for copies and steps; 0: what the process may use, at most 16. Reads have 16 threads of their own
+  unsigned threads = 0;  // for copies and steps; 0: what the process may use, at most 16. I/O has 32 threads of its own
+  // How pages go between files and memory. nullopt: chosen for each file by a short probe; what a table got is in its statistics.
+  std::optional<IoEngine> io = {};
+  std::optional<bool> direct = {};  // past the page cache (O_DIRECT); what is refused falls back
   bool accept_unclean = false;  // take tables as they are after a session that ended without commit (see CorruptError on open)
   FileOps* file_ops = nullptr;  // the system calls to use, for tests that inject faults; must outlive the store
 };

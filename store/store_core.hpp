@@ -83,6 +83,7 @@ struct StoreCore {
         replacement{options.replacement},
         write_behind{options.write_behind},
         device{options.device},
+        page_io{.engine = options.io, .direct = options.direct},
         ops{file_ops},
         compute{options.threads},
         io{kIoThreads},
@@ -95,8 +96,9 @@ struct StoreCore {
   // The kernels of a device. Throws CudaError if the store was opened for none or another.
   CudaEngine& engine(int on_device);
 
-  // Reads that wait for a disk, not for a core: more threads than cores keep it busy.
-  static constexpr unsigned kIoThreads = 16;
+  // Reads that wait for a disk, not for a core, where there is no io_uring: 16 threads keep a disk busy to two thirds of what 32
+  // reach, and more add nothing.
+  static constexpr unsigned kIoThreads = 32;
 
   const std::filesystem::path path;
   const bool writable;
@@ -105,6 +107,7 @@ struct StoreCore {
   const Replacement replacement;
   const bool write_behind;
   const int device;
+  const PageIoOptions page_io;
   FileOps& ops;
   ThreadPool compute;
   ThreadPool io;

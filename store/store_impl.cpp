@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
 #include "io/npy.hpp"
 #include "store/hot_pages.hpp"
@@ -317,7 +318,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
   NewFiles files = new_files(name, entry);
   PageFile file(std::string(name), files.open_data(), PageLedger::create(files.open_pages(), geometry.pages(), /*adopted=*/false),
-                schema, geometry, entry.init, entry.seed, core_->compute, core_->io, [] {});
+                schema, geometry, entry.init, entry.seed, core_->compute, core_->io, [] {}, {.io = core_->page_io});
 
   const std::uint64_t source_row = options.dim * item_size(reader.dtype());
   const std::uint64_t weight = schema.fields()[0].bytes;
@@ -329,7 +330,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   const std::uint64_t block_rows = std::min(block_pages * geometry.rows_per_page, std::max<std::uint64_t>(geometry.rows, 1));
   std::vector<std::byte> source(block_rows * source_row);
   std::vector<std::byte> converted(reader.dtype() == options.dtype ? 0 : block_rows * weight);
-  std::vector<std::byte> memory(ceil_div(block_rows, geometry.rows_per_page) * geometry.page_bytes());
+  const AlignedBuffer memory(ceil_div(block_rows, geometry.rows_per_page) * geometry.page_bytes());
   std::vector<PageBuffer> buffers;
   ConversionReport report;
   core_->report(progress, 0, geometry.rows);

@@ -27,9 +27,12 @@ TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEnt
       entry_{std::move(entry)},
       step_{entry_.step} {
   StoreCore* const shared = core_.get();  // outlives file_
+  PageFileOptions options{.io = core_->page_io, .alone = core_->writable};
+  // Others use such a file too: what of it is in the page cache already may be used from there.
+  options.io.prefer_cached = !core_->writable || entry_.adopted.has_value();
   file_ = std::make_unique<PageFile>(
       name_, std::move(data), std::move(ledger), schema_, entry_.geometry, entry_.init, entry_.seed, core_->compute, core_->io,
-      [shared] { shared->mark.set(shared->commit.load()); }, core_->writable);
+      [shared] { shared->mark.set(shared->commit.load()); }, options);
 }
 
 void TableImpl::check_open() const {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
 #include "io/checksum.hpp"
 #include "store/table_impl.hpp"
@@ -29,7 +30,7 @@ class ScanBuffer {
  private:
   std::uint64_t page_bytes_;
   std::uint64_t pages_;
-  std::vector<std::byte> memory_;
+  AlignedBuffer memory_;
 };
 
 void check_range(std::string_view name, std::uint64_t first, std::uint64_t count, std::uint64_t rows) {

@@ -421,7 +421,7 @@ def open(  # noqa: A001
         device: CUDA device whose tensors tables take and give: "cuda", "cuda:1", a number, a
             torch.device; None: host memory only.
         threads: for copies and optimizer steps; 0 takes what the process may use, at most 16.
-            Reads have 16 threads of their own.
+            I/O has 32 threads of its own.
         accept_unclean: take the tables as they are after a session that ended while it was writing
             pages, where they may hold a mix of the last commit and later rows.
 
