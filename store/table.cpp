@@ -63,6 +63,7 @@ void Table::resize(std::uint64_t rows) { Store::Impl::of(*impl_->core())->resize
 void Table::materialize(const Progress& progress) { Store::Impl::of(*impl_->core())->materialize(*impl_, progress); }
 VerifyReport Table::verify(const Progress& progress) { return impl_->verify(progress); }
 std::uint64_t Table::written_pages() const { return impl_->written_pages(); }
+PageIoReport Table::io_report() const { return impl_->io_report(); }
 TableStats Table::stats() const { return impl_->stats(); }
 
 }  // namespace embermap

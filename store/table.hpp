@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/dtype.hpp"
+#include "io/page_io.hpp"
 #include "io/rows.hpp"
 #include "kernels/cuda.hpp"
 #include "kernels/optimizer.hpp"
@@ -44,6 +45,8 @@ struct TableStats {
   std::uint64_t pages_generated = 0;
   std::uint64_t bytes_read = 0;
   std::uint64_t bytes_written = 0;
+  std::uint64_t read_requests = 0;  // made to the system: neighbouring pages share one
+  std::uint64_t write_requests = 0;
   std::uint64_t rows_gathered = 0;  // ids asked for
   std::uint64_t rows_written = 0;   // ids in scatter, add, update
   double seconds_waiting = 0;       // calls waited for the disk, and for pages that others were reading; added up over threads
@@ -54,6 +57,7 @@ struct TableStats {
   std::uint64_t memory_bytes = 0;  // what the table takes of the budget
   bool huge_pages = false;         // the slab was given huge pages
   bool registered = false;         // the slab is registered with CUDA
+  bool whole = false;              // every page of the table has a frame
 };
 
 struct VerifyReport {
@@ -153,6 +157,8 @@ class Table {
   std::uint64_t written_pages() const;
 
   TableStats stats() const;
+  // How the table's file is read and written; finds out if nobody has used it yet (at most some dozen reads).
+  PageIoReport io_report() const;
 
   explicit Table(std::shared_ptr<TableImpl> impl);
   const std::shared_ptr<TableImpl>& impl() const noexcept { return impl_; }

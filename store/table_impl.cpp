@@ -89,6 +89,7 @@ HotPages& TableImpl::hot() {
   keep_checksums();
   Worker* const cleaner = writable() && core_->write_behind ? &core_->cleaner : nullptr;
   hot_ = make_hot_pages(*file_, share_.frames, core_->compute, cleaner, core_->replacement);
+  file_->register_frames({hot_->slab().data(), hot_->slab().bytes()});
   if (core_->device >= 0) {
     pinned_ = PinnedRange(hot_->slab().data(), hot_->slab().bytes());
     if (!pinned_.registered() && !core_->pin_warned.exchange(true))
@@ -494,6 +495,7 @@ void TableImpl::release_hot() noexcept {
   past_.waited_ns += counts.waited_ns;
   hot_ready_ = nullptr;
   pinned_ = {};
+  file_->forget_frames();
   hot_.reset();
 }
 
@@ -510,6 +512,11 @@ std::uint64_t TableImpl::written_pages() const {
   return file_->ledger().count_written();
 }
 
+PageIoReport TableImpl::io_report() const {
+  const auto lock = side_by_side();
+  return file_->io_report();
+}
+
 TableStats TableImpl::stats() const {
   const auto lock = side_by_side();
   TableStats stats;
@@ -519,6 +526,7 @@ TableStats TableImpl::stats() const {
     if (hot_) {
       counts = hot_->counts();
       stats.frames = hot_->frames();
+      stats.whole = hot_->whole();
       stats.huge_pages = hot_->slab().huge_pages();
       stats.registered = pinned_.registered();
     }
@@ -534,6 +542,8 @@ TableStats TableImpl::stats() const {
   stats.pages_generated = file.pages_generated;
   stats.bytes_read = file.bytes_read;
   stats.bytes_written = file.bytes_written;
+  stats.read_requests = file.read_requests;
+  stats.write_requests = file.write_requests;
   stats.rows_gathered = rows_gathered_;
   stats.rows_written = rows_written_;
   stats.seconds_waiting = static_cast<double>(past_.waited_ns + counts.waited_ns) * 1e-9;

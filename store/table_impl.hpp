@@ -89,6 +89,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::filesystem::path data_path() const;
   bool writable() const noexcept { return core_->writable && writable_; }
   TableStats stats() const;
+  PageIoReport io_report() const;
   std::uint64_t written_pages() const;
   void check_open() const;
 
