@@ -165,19 +165,17 @@ VerifyReport TableImpl::verify(const Progress& progress) {
   std::vector<std::uint32_t> recorded(scratch.pages());
   std::vector<std::uint32_t> found(scratch.pages());
   std::vector<bool> present(scratch.pages());
+  std::vector<PageBuffer> stored;
   for (std::uint64_t first = 0; first < geometry.pages(); first += scratch.pages()) {
     const std::uint64_t count = std::min(scratch.pages(), geometry.pages() - first);
     for (std::uint64_t i = 0; i < count; ++i) present[i] = ledger.written(first + i);
     ledger.read_checksums(first, std::span(recorded).first(count));
-    core_->io.parallel_for(count, std::max<std::uint64_t>(1, (256U << 10) / geometry.page_bytes()),
-                           [&](std::uint64_t begin, std::uint64_t end) {
-                             for (std::uint64_t i = begin; i < end; ++i) {
-                               if (!present[i] || recorded[i] == 0) continue;
-                               const std::span<std::byte> bytes(scratch.page(i), geometry.bytes_in(first + i));
-                               file_->data().read(geometry.offset_of(first + i), bytes);
-                               found[i] = page_checksum(bytes);
-                             }
-                           });
+    stored.clear();
+    for (std::uint64_t i = 0; i < count; ++i)
+      if (present[i] && recorded[i] != 0) stored.push_back({first + i, scratch.page(i)});
+    file_->read_stored(stored, [&](const PageBuffer& page) {
+      found[page.page - first] = page_checksum({page.memory, static_cast<std::size_t>(geometry.bytes_in(page.page))});
+    });
     for (std::uint64_t i = 0; i < count; ++i) {
       const bool sealed = recorded[i] != 0;
       report.written += present[i];
@@ -196,8 +194,15 @@ VerifyReport TableImpl::verify(const Progress& progress) {
 
 void TableImpl::reseal() {
   const Alone lock(files_);
-  for (std::uint64_t page = 0; page < entry_.geometry.pages(); ++page)
-    if (file_->ledger().written(page)) file_->seal(page);
+  constexpr std::size_t kTogether = 4096;
+  std::vector<std::uint64_t> pages;
+  for (std::uint64_t page = 0; page < entry_.geometry.pages(); ++page) {
+    if (file_->ledger().written(page)) pages.push_back(page);
+    if (pages.size() < kTogether) continue;
+    file_->seal(pages);
+    pages.clear();
+  }
+  file_->seal(pages);
   file_->ledger().forget_unwritten();
   file_->sync();
 }
