@@ -22,7 +22,8 @@ class FileView {
 
   // Copies out.size() bytes from `offset` on if all of them are in memory, so that no page has to be read from a disk for it.
   // False if not, or where nothing is to be had: beyond `file_bytes` (the size now, asked once for many copies), or the mapping
-  // is refused. Only a file cut short between the look and the copy is SIGBUS, as for any mapping.
+  // is refused. Only a file cut short, or a page dropped that cannot be read again, between the look and the copy is SIGBUS, as
+  // for any mapping.
   bool copy(std::uint64_t offset, std::span<std::byte> out, std::uint64_t file_bytes);
   // The share of the file that is in memory, by samples of it. 0 where that cannot be told.
   double resident_share();
