@@ -1,9 +1,11 @@
 #include "store/page_ledger.hpp"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
+#include <cerrno>
 #include <cstring>
 #include <new>
 
@@ -145,6 +147,37 @@ std::uint64_t PageLedger::count_written() const {
   return count;
 }
 
+std::uint64_t PageLedger::next_written(std::uint64_t page) const {
+  for (; page < pages_ && page % 64 != 0; ++page)
+    if ((bits_[page / 8] >> (page % 8) & 1U) != 0) return page;
+  const std::uint64_t bytes = ceil_div(pages_, 8);
+  std::uint64_t at = page / 8;
+  for (std::uint64_t word = 0; at + 8 <= bytes; at += 8) {
+    std::memcpy(&word, bits_.get() + at, 8);
+    if (word != 0) return std::min(pages_, at * 8 + static_cast<std::uint64_t>(std::countr_zero(word)));
+  }
+  for (page = at * 8; page < pages_; ++page)
+    if ((bits_[page / 8] >> (page % 8) & 1U) != 0) return page;
+  return pages_;
+}
+
+std::uint64_t PageLedger::next_checksum(std::uint64_t page) const {
+  std::uint64_t next = pages_;
+  if (const auto at = pending_sums_.lower_bound(page); at != pending_sums_.end()) next = std::min(next, at->first);
+  if (const auto at = dirty_sums_.lower_bound(page / kBlockSums); at != dirty_sums_.end())
+    next = std::min(next, std::max(page, at->first * kBlockSums));
+  const auto from = static_cast<off_t>(sums_offset_ + page * 4);
+  const off_t data = ::lseek(file_.fd(), from, SEEK_DATA);
+  if (data < 0) return errno == ENXIO ? next : page;  // nothing but a hole to the end; or no such question here
+  return std::min(next, (static_cast<std::uint64_t>(data) - sums_offset_) / 4);
+}
+
+std::uint64_t PageLedger::next_marked(std::uint64_t page) const {
+  const std::lock_guard lock(mutex_);
+  if (page >= pages_ || (flags_ & kAdopted) != 0) return std::min(page, pages_);
+  return std::min(next_written(page), next_checksum(page));
+}
+
 void PageLedger::record(std::uint64_t page, std::uint32_t checksum) {
   const std::lock_guard lock(mutex_);
   bits_[page / 8] = static_cast<std::uint8_t>(bits_[page / 8] | 1U << (page % 8));
@@ -230,7 +263,7 @@ bool PageLedger::adopted() const noexcept { return (flags_ & kAdopted) != 0; }
 void PageLedger::forget_unwritten() {
   if (adopted()) return;
   std::vector<std::uint32_t> block(kBlockSums);
-  for (std::uint64_t first = 0; first < pages_; first += kBlockSums) {
+  for (std::uint64_t first = next_marked(0); first < pages_; first = next_marked(first + kBlockSums)) {
     const auto piece = std::span(block).first(std::min(kBlockSums, pages_ - first));
     read_checksums(first, piece);
     const std::lock_guard lock(mutex_);
@@ -303,6 +336,11 @@ void PageLedger::resize(std::uint64_t pages) {
     std::vector<std::byte> block(1U << 20);
     const auto copy = [&](std::uint64_t from, std::uint64_t to, std::uint64_t bytes) {  // holes stay holes
       for (std::uint64_t at = 0; at < bytes; at += block.size()) {
+        // Where the file system knows its holes they are passed over, not read.
+        const off_t data = ::lseek(file_.fd(), static_cast<off_t>(from + at), SEEK_DATA);
+        if (data < 0 && errno == ENXIO) break;
+        if (data > 0) at = static_cast<std::uint64_t>(data) - from;
+        if (at >= bytes) break;
         const auto piece = std::span(block).first(std::min<std::uint64_t>(block.size(), bytes - at));
         file_.read(from + at, piece);
         if (std::any_of(piece.begin(), piece.end(), [](std::byte b) { return b != std::byte{0}; }))

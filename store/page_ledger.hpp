@@ -34,6 +34,9 @@ class PageLedger {
   std::uint64_t pages() const noexcept { return pages_; }
   bool written(std::uint64_t page) const;
   std::uint64_t count_written() const;
+  // The first page from `page` on that is written or may have a checksum; pages() if there is none. Skips what is a hole in the
+  // file without looking at single pages: a billion of them take a moment.
+  std::uint64_t next_marked(std::uint64_t page) const;
   void record(std::uint64_t page, std::uint32_t checksum);  // the page is now in the file
 
   // Keeps all checksums in memory from now on (4 bytes a page), so that checksum() knows them without reading.
@@ -83,7 +86,9 @@ class PageLedger {
   void load_bits();
   void flush_locked();
   void write_header(const File& file) const;
-  std::uint64_t bits_room() const;  // bytes of the bits' region
+  std::uint64_t next_written(std::uint64_t page) const;   // with mutex_ held, as all below
+  std::uint64_t next_checksum(std::uint64_t page) const;  // or earlier: the begin of the block that may hold one
+  std::uint64_t bits_room() const;                        // bytes of the bits' region
 
   File file_;
   std::uint64_t pages_ = 0;

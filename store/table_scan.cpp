@@ -166,8 +166,9 @@ VerifyReport TableImpl::verify(const Progress& progress) {
   std::vector<std::uint32_t> found(scratch.pages());
   std::vector<bool> present(scratch.pages());
   std::vector<PageBuffer> stored;
-  for (std::uint64_t first = 0; first < geometry.pages(); first += scratch.pages()) {
-    const std::uint64_t count = std::min(scratch.pages(), geometry.pages() - first);
+  std::uint64_t count = 0;
+  for (std::uint64_t first = ledger.next_marked(0); first < geometry.pages(); first = ledger.next_marked(first + count)) {
+    count = std::min(scratch.pages(), geometry.pages() - first);
     for (std::uint64_t i = 0; i < count; ++i) present[i] = ledger.written(first + i);
     ledger.read_checksums(first, std::span(recorded).first(count));
     stored.clear();
@@ -189,15 +190,17 @@ VerifyReport TableImpl::verify(const Progress& progress) {
     }
     core_->report(progress, first + count, geometry.pages());
   }
+  core_->report(progress, geometry.pages(), geometry.pages());
   return report;
 }
 
 void TableImpl::reseal() {
   const Alone lock(files_);
   constexpr std::size_t kTogether = 4096;
+  const PageLedger& ledger = file_->ledger();
   std::vector<std::uint64_t> pages;
-  for (std::uint64_t page = 0; page < entry_.geometry.pages(); ++page) {
-    if (file_->ledger().written(page)) pages.push_back(page);
+  for (std::uint64_t page = ledger.next_marked(0); page < entry_.geometry.pages(); page = ledger.next_marked(page + 1)) {
+    if (ledger.written(page)) pages.push_back(page);
     if (pages.size() < kTogether) continue;
     file_->seal(pages);
     pages.clear();

@@ -108,6 +108,46 @@ TEST_F(PageLedgerTest, ABillionPagesTakeNoDiskAndNoTime) {
   EXPECT_TRUE(reopen().written(999'999'999));
 }
 
+TEST_F(PageLedgerTest, MarkedPagesAreFoundOneAfterAnother) {
+  // Walks over all that are marked; pages in between may be given, but none may be left out.
+  const auto found = [](const PageLedger& ledger) {
+    std::vector<std::uint64_t> pages;
+    for (std::uint64_t page = ledger.next_marked(0); page < ledger.pages(); page = ledger.next_marked(page + 1))
+      if (ledger.written(page)) pages.push_back(page);
+    return pages;
+  };
+  const std::vector<std::uint64_t> marked{0, 1, 63, 64, 65, 127, 128, 4095, 100'000, 999'999'933, 999'999'936, 999'999'998};
+  for (const bool kept : {false, true}) {
+    std::filesystem::remove(file_);
+    PageLedger ledger = create(kept ? 1'000'000 : 999'999'999);
+    if (kept) ledger.keep_checksums();
+    EXPECT_EQ(ledger.next_marked(0), ledger.pages());
+    std::vector<std::uint64_t> expected;
+    for (const std::uint64_t page : marked)
+      if (page < ledger.pages()) {
+        ledger.record(page, 5);
+        expected.push_back(page);
+      }
+    EXPECT_EQ(found(ledger), expected);
+    ledger.flush();
+    EXPECT_EQ(found(ledger), expected);
+    EXPECT_EQ(found(reopen()), expected);
+    EXPECT_EQ(ledger.next_marked(ledger.pages() + 5), ledger.pages());
+  }
+  // A checksum without its bit is marked too.
+  std::filesystem::remove(file_);
+  create(50'000'000);
+  const File file = File::open(file_, File::Mode::kReadWrite);
+  const std::uint64_t sums = file.size() - 4 * 50'000'000ULL;
+  file.write(sums + 4 * 30'000'000ULL, std::string_view("abcd"));
+  const PageLedger ledger = reopen();
+  EXPECT_LE(ledger.next_marked(0), 30'000'000U);
+  EXPECT_EQ(ledger.next_marked(30'000'000), 30'000'000U);
+  EXPECT_GT(ledger.next_marked(30'000'000 + 4096), 30'000'000U + 4096);
+  std::filesystem::remove(file_);
+  EXPECT_EQ(create(10, /*adopted=*/true).next_marked(3), 3U);
+}
+
 TEST_F(PageLedgerTest, RefusesForeignAndBrokenFiles) {
   create(100);
   const std::string good = test::file_text(file_);
