@@ -401,6 +401,8 @@ void bind_table(nb::module_& m) {
             t.write(first, count, bytes_of(rows), field);
           },
           "first"_a, "count"_a, "rows"_a.noconvert(), "field"_a, Release())
+      .def(
+          "append", [](Table& t, const Bytes& rows) { return t.append(bytes_of(rows)); }, "rows"_a.noconvert(), Release())
       .def("resize", &Table::resize, "rows"_a, Release())
       .def(
           "materialize",

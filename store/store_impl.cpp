@@ -496,45 +496,101 @@ std::uint64_t Store::Impl::commit_still(bool even_unchanged) {
   return manifest_.commit;
 }
 
-void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
-  const auto guard = lock();
-  check_writable();
-  const auto still = stand_still();
+const TableEntry& Store::Impl::check_resizable(const TableImpl& table) const {
   const auto listed = manifest_.tables.find(table.name());
   if (const auto found = tables_.find(table.name()); found == tables_.end() || found->second.get() != &table)
     throw ClosedError(fmt::format("table '{}' was removed", printable(table.name())));
-  const TableEntry& entry = listed->second;
-  if (entry.adopted)
+  if (listed->second.adopted)
     throw InvalidArgument(fmt::format("table '{}' uses {} in place; such a file is not resized", printable(table.name()),
-                                      printable(*entry.adopted)));
+                                      printable(*listed->second.adopted)));
+  return listed->second;
+}
+
+// The steps of resize() and append() change files that the manifest describes. A crash in between is noticed as an unclean end;
+// the files fit the manifest all the same, since they are never shorter than it says: it learns of fewer rows before, of more
+// rows after.
+
+void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights) {
+  const TableEntry& entry = check_resizable(table);
   const std::uint64_t before = entry.geometry.rows;
-  if (rows == before) return;
   make_geometry(rows, entry.geometry.stride, 1, false, entry.page_bytes);  // throws if a file cannot hold so many
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;
   const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
 
+  const auto shares_before = plan(core_->memory, core_->replacement, manifest_.tables);
   commit_still(/*even_unchanged=*/false);
-  // The steps below change files that the manifest describes. A crash in between is noticed as an unclean end; the files fit the
-  // manifest all the same, since they are never shorter than it says: it learns of fewer rows before, of more rows after.
   core_->mark.set(manifest_.commit);
-  if (rows > before) {
-    try {
-      table.grow(rows);
-    } catch (...) {
-      // All undone: the files are those of the commit again.
-      if (!table.ahead()) core_->mark.clear();
-      throw;
-    }
-  } else {
-    manifest = manifest_;
-    manifest.tables.at(table.name()).geometry.rows = rows;
-    manifest.save(core_->path, core_->ops);
-    manifest_ = std::move(manifest);
-    table.shrink(rows);
+  try {
+    table.grow(rows);
+  } catch (...) {
+    // All undone: the files are those of the commit again.
+    if (!table.ahead()) core_->mark.clear();
+    throw;
   }
-  for (const auto& [name, other] : tables_) other->set_share(shares.at(name));
+  if (weights.empty()) {
+    set_shares(shares);
+    commit_still(/*even_unchanged=*/true);
+    return;
+  }
+  bool listed = false;  // the manifest may have been replaced before the call that failed
+  try {
+    table.fill(before, weights);
+    set_shares(shares);
+    listed = true;
+    commit_still(/*even_unchanged=*/true);
+  } catch (...) {
+    try {
+      // The files must never be shorter than the manifest says, so that comes first. Where undoing fails as well, the store has
+      // an unclean end.
+      if (listed) manifest_.save(core_->path, core_->ops);
+      table.shrink(before);
+      set_shares(shares_before);
+      if (!table.ahead()) core_->mark.clear();
+    } catch (const Error&) {
+    }
+    throw;
+  }
+}
+
+void Store::Impl::set_shares(const std::map<std::string, MemoryShare>& shares) {
+  for (const auto& [name, table] : tables_) table->set_share(shares.at(name));
+}
+
+void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
+  const auto guard = lock();
+  check_writable();
+  const auto still = stand_still();
+  const std::uint64_t before = check_resizable(table).geometry.rows;
+  if (rows == before) return;
+  if (rows > before) {
+    grow(table, rows, {});
+    return;
+  }
+  commit_still(/*even_unchanged=*/false);
+  core_->mark.set(manifest_.commit);
+  Manifest manifest = manifest_;
+  manifest.tables.at(table.name()).geometry.rows = rows;
+  const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
+  manifest.save(core_->path, core_->ops);
+  manifest_ = std::move(manifest);
+  table.shrink(rows);
+  set_shares(shares);
   commit_still(/*even_unchanged=*/true);
+}
+
+std::uint64_t Store::Impl::append(TableImpl& table, std::span<const std::byte> rows) {
+  const auto guard = lock();
+  check_writable();
+  const auto still = stand_still();
+  const std::uint64_t before = check_resizable(table).geometry.rows;
+  const std::uint64_t row_bytes = table.schema().fields()[0].bytes;
+  if (rows.size() % row_bytes != 0)
+    throw InvalidArgument(fmt::format("table '{}': {} bytes are no whole number of rows of {} bytes", printable(table.name()),
+                                      rows.size(), row_bytes));
+  if (rows.empty()) return before;
+  grow(table, checked_add(before, rows.size() / row_bytes, "rows of the table"), rows);
+  return before;
 }
 
 void Store::Impl::materialize(TableImpl& table, const Progress& progress) {
@@ -597,7 +653,7 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Repla
 
 void Store::Impl::apply(const std::map<std::string, MemoryShare>& shares) {
   const auto still = stand_still();
-  for (const auto& [name, table] : tables_) table->set_share(shares.at(name));
+  set_shares(shares);
 }
 
 void Store::Impl::close() {

@@ -31,6 +31,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   void remove(std::string_view name);
   std::uint64_t commit();
   void resize(TableImpl& table, std::uint64_t rows);
+  std::uint64_t append(TableImpl& table, std::span<const std::byte> rows);
   void materialize(TableImpl& table, const Progress& progress);
   void close();
   void abandon() noexcept;
@@ -45,6 +46,9 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   std::unique_lock<std::mutex> lock() const;  // mutex_, with the store usable
   void check_writable() const;
   // All below: with mutex_ held.
+  // `rows` more rows of initial values, or, where it is given, of these weights. Throws what check_resizable throws.
+  void grow(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights);
+  const TableEntry& check_resizable(const TableImpl& table) const;
   void check_new(std::string_view name) const;
   TableEntry new_entry(std::string_view name,
                        const TableOptions& options) const;  // checks everything that can be checked before a file is made
@@ -71,6 +75,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   static std::map<std::string, MemoryShare> plan(std::uint64_t memory, Replacement replacement,
                                                  const std::map<std::string, TableEntry, std::less<>>& tables);
   void apply(const std::map<std::string, MemoryShare>& shares);
+  void set_shares(const std::map<std::string, MemoryShare>& shares);  // with all tables standing still
   std::filesystem::path data_path(std::string_view name) const { return core_->path / (std::string(name) + ".npy"); }
   std::filesystem::path pages_path(std::string_view name) const { return core_->path / (std::string(name) + ".pages"); }
 

@@ -59,6 +59,7 @@ void Table::write(std::uint64_t first, std::uint64_t count, std::span<const std:
   impl_->write(first, count, rows, field);
 }
 
+std::uint64_t Table::append(std::span<const std::byte> rows) { return Store::Impl::of(*impl_->core())->append(*impl_, rows); }
 void Table::resize(std::uint64_t rows) { Store::Impl::of(*impl_->core())->resize(*impl_, rows); }
 void Table::materialize(const Progress& progress) { Store::Impl::of(*impl_->core())->materialize(*impl_, progress); }
 VerifyReport Table::verify(const Progress& progress) { return impl_->verify(progress); }

@@ -148,6 +148,9 @@ class Table {
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field = "weight");
   void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field = "weight");
 
+  // Adds rows at the end and returns the id of the first: rows = n x dim elements of the weight, the optimizer's state of the new
+  // rows initial. Commits, as resize does: add many at once. On failure the table is as it was before.
+  std::uint64_t append(std::span<const std::byte> rows);
   // Rows beyond the old end are initial rows; rows beyond the new end are forgotten for good. Commits.
   void resize(std::uint64_t rows);
   // Writes every page that was never written, so that the file alone holds all rows. Commits.

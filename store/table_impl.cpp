@@ -416,6 +416,8 @@ void TableImpl::mark_committed() { entry_changed_ = false; }
 void TableImpl::grow(std::uint64_t rows) {
   release_hot();
   const Geometry before = entry_.geometry;
+  // A shrink that failed half-way may have left marks of pages past the end: their rows are forgotten for good.
+  if (file_->ledger().pages() > before.pages()) file_->ledger().resize(before.pages());
   Geometry after = before;
   after.rows = rows;
   // Rows of the old last page that come into being now: the page's memory behind its old end holds nothing, they get their

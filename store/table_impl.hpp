@@ -74,6 +74,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   TableEntry flush_and_sync();  // dirty pages to the file, the file to the disk; the entry to record
   void mark_committed();
   bool ahead() const;  // the files are not those of the last commit
+  // Weights of the rows [first, end of the table), none of which is in memory, as after grow(); their state is initial.
+  void fill(std::uint64_t first, std::span<const std::byte> weights);
   // More rows, fewer rows, in the files and in entry(). Everything is committed, UNCOMMITTED is set. After a failure grow()
   // leaves the old number of rows, shrink() the new.
   void grow(std::uint64_t rows);

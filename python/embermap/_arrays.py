@@ -418,6 +418,17 @@ def read_values(
     return Values(name, flat_bytes(np.ascontiguousarray(array)))
 
 
+def to_host(values: Any, what: str) -> Any:
+    """An array or tensor on a CUDA device copied to the host; everything else as it is."""
+    if is_torch(values):
+        check_torch(values, what)
+        return values.detach().cpu()
+    if cuda_device(values) is None:
+        return values
+    array = values if is_cupy(values) else _foreign_cuda(values)
+    return array.get() if is_cupy(array) else array.cpu()
+
+
 def host_array(values: Any, what: str) -> tuple[NDArray[Any], str]:
     """A host array of any library as a NumPy array and the name of its dtype.
 

@@ -311,16 +311,22 @@ class Table:
 
         A number gives shape (dim,), a slice (n, dim), both NumPy arrays. Ids give what gather
         gives. A mask, of bools, must have as many elements as the table has rows (IndexError).
+        After the rows may come a key for columns, `table[3:7, 0]`, `table[ids, ::2]`,
+        `table[..., :4]`: whole rows are read, and the result is what NumPy gives for such a key.
         """
-        return _select(self, _key(key, self), "weight", _STREAM_BYTES)
+        return _item(self, key, "weight", _STREAM_BYTES)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Write rows, for every key that can be read. `value` is broadcast as NumPy does.
+        """Write rows, for every key of rows. `value` is broadcast as NumPy does.
 
-        Scalars and lists are converted to the table's dtype; arrays must have it.
+        Only whole rows are written: a key for columns is refused (TypeError). Scalars and lists
+        are converted to the table's dtype; arrays must have it.
         """
         core = self._live
-        target = _key(key, self)
+        rows, columns = _split(key)
+        if not (isinstance(columns, slice) and columns == slice(None)):
+            raise TypeError("whole rows are written, not columns of them: gather, change, scatter")
+        target = _key(rows, self)
         device = _arrays.cuda_device(value)
         if isinstance(target, int | range) and device is not None:
             target = _device_ids(target, value)
@@ -409,6 +415,35 @@ class Table:
         return TableView(self, field)
 
     # --- the table as a whole ---------------------------------------------------------------------
+
+    def append(self, rows: Any) -> int:
+        """Add rows at the end, and commit. Returns the id of the first new row.
+
+        Args:
+            rows: shape (n, dim), or (dim,) for one row, of the table's dtype: an array, a tensor of
+                any library (one on a CUDA device is copied to the host), or nested lists.
+
+        The optimizer's state of the new rows is initial. Each call commits, as resize does: add
+        many rows at once. After an error the table is as it was before. Other threads may append
+        at the same time; each gets rows of its own.
+
+        Raises: ValueError (shape, an adopted file), TypeError (dtype), BudgetError, OSError.
+        """
+        core = self._live
+        if _arrays.is_list(rows):
+            array, name = _arrays.list_values(rows, self._dtype, "rows"), self._dtype
+            if array.size == 0 and array.ndim == 1:
+                array = array.reshape(0, self._dim)  # [] says nothing about the width
+        else:
+            array, name = _arrays.host_array(_arrays.to_host(rows, "rows"), "rows")
+        if array.ndim == 1:
+            array = array[np.newaxis]
+        if array.ndim != 2 or array.shape[1] != self._dim:
+            raise ValueError(
+                f"rows must have the shape (n, {self._dim}) or ({self._dim},), not {array.shape}"
+            )
+        _arrays.check_dtype(name, (self._dtype,), "rows")
+        return core.append(_arrays.flat_bytes(np.ascontiguousarray(array)))
 
     def resize(self, rows: int) -> None:
         """Change the number of rows, and commit.
@@ -604,7 +639,7 @@ class TableView:
 
     def __getitem__(self, key: Any) -> Any:
         """Rows as copies; keys as for `table[key]`."""
-        return _select(self._table, _key(key, self._table), self._field, 0)
+        return _item(self._table, key, self._field, 0)
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         block = max(1, _STREAM_BYTES // (self.dtype.itemsize * self.shape[1]))
@@ -644,6 +679,62 @@ class _Unsigned:
 # --- keys -----------------------------------------------------------------------------------------
 
 
+def _split(key: Any) -> tuple[Any, Any]:
+    """A key of two dimensions as that of the rows and that of the columns."""
+    if not isinstance(key, tuple):
+        return key, slice(None)
+    if any(part is None for part in key):
+        raise TypeError("a key of a table cannot add dimensions (None): reshape the result")
+    dots = sum(part is Ellipsis for part in key)
+    if dots > 1:
+        raise IndexError("an index can only have a single ellipsis ('...')")
+    if len(key) - dots > 2:
+        raise IndexError(
+            f"too many indices for a table: it has 2 dimensions, not {len(key) - dots}"
+        )
+    if not dots:
+        key = (*key, Ellipsis)
+    at = next(i for i, part in enumerate(key) if part is Ellipsis)
+    parts = (*key[:at], *[slice(None)] * (3 - len(key)), *key[at + 1 :])
+    return parts[0], parts[1]
+
+
+def _item(table: Table, key: Any, field: str, stream_bytes: int) -> Any:
+    """What NumPy gives for `array[key]`, where there are whole rows only."""
+    rows, columns = _split(key)
+    target = _key(rows, table)
+    if isinstance(columns, slice) and columns == slice(None):
+        return _select(table, target, field, stream_bytes)
+    if isinstance(columns, bool | np.bool_):
+        raise TypeError(f"a column cannot be {columns!r}")
+    if isinstance(target, int):
+        return _select(table, target, field, stream_bytes)[columns]
+    if isinstance(target, range):
+        return _select(table, target, field, stream_bytes)[:, columns]
+    if isinstance(columns, slice | int | np.integer):
+        return _select(table, target, field, stream_bytes)[..., columns]
+    # Ids and columns side by side, element by element.
+    batch = _arrays.read_ids(target)
+    if batch.library != "numpy":
+        raise TypeError("ids of a tensor cannot go with a list of columns: index the result")
+    columns = _mask(columns).nonzero()[0] if _mask(columns) is not None else np.asarray(columns)
+    try:
+        ids, columns = np.broadcast_arrays(batch.host.reshape(batch.shape), columns)
+    except ValueError:
+        raise IndexError(
+            f"ids of shape {batch.shape} and columns of shape {np.shape(columns)} cannot be "
+            "broadcast to one shape"
+        ) from None
+    picked = _select(table, ids, field, stream_bytes)
+    if columns.size and columns.dtype.kind not in "iu":
+        raise IndexError(f"columns must be integers, not {columns.dtype}")
+    columns = np.where(columns < 0, columns + table.dim, columns).astype(np.intp)
+    bad = (columns < 0) | (columns >= table.dim)
+    if bad.any():
+        raise IndexError(f"a column is out of range for a dim of {table.dim}")
+    return np.take_along_axis(picked, columns[..., np.newaxis], -1)[..., 0]
+
+
 def _key(key: Any, table: Table) -> Any:
     """A key of `table[key]` as a row number, a range of rows, or ids."""
     rows = table.rows
@@ -651,10 +742,6 @@ def _key(key: Any, table: Table) -> Any:
         return range(rows)
     if isinstance(key, slice):
         return range(*key.indices(rows))
-    if isinstance(key, tuple):
-        raise TypeError(
-            "a table is indexed by rows only; take columns of the result: table[ids][..., columns]"
-        )
     if isinstance(key, bool):
         raise TypeError(f"a row number cannot be {key!r}")
     if isinstance(key, int | np.integer):

@@ -599,8 +599,6 @@ def test_writing_by_key(table, rows, key, value):
         (np.zeros((1_000, 5), bool), IndexError),
         ([True], IndexError),
         ([True, 3], TypeError),
-        ((1, 2), TypeError),
-        ((slice(3), 0), TypeError),
         (True, TypeError),
         (1.0, TypeError),
         (None, TypeError),
