@@ -56,4 +56,10 @@ std::optional<DType> dtype_of_npy_descr(std::string_view descr) {
   return std::nullopt;
 }
 
+std::optional<DType> dtype_of_big_endian_npy_descr(std::string_view descr) {
+  if (!descr.starts_with('>')) return std::nullopt;
+  const auto dtype = dtype_of_npy_descr(descr.substr(1));
+  return dtype && item_size(*dtype) > 1 ? dtype : std::nullopt;
+}
+
 }  // namespace embermap

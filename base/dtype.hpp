@@ -41,4 +41,7 @@ std::string_view npy_descr(DType dtype);
 // The native dtype of a .npy descr. "<V2" is ambiguous and not taken for bfloat16 here: the caller has to know.
 std::optional<DType> dtype_of_npy_descr(std::string_view descr);
 
+// The dtype of a .npy descr whose elements are of several bytes, the highest first: ">f4", ">i8".
+std::optional<DType> dtype_of_big_endian_npy_descr(std::string_view descr);
+
 }  // namespace embermap

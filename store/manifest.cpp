@@ -159,6 +159,14 @@ TableEntry read_table(const Reader& reader) {
     entry.adopted = reader.path("adopted");
     entry.adopted_writable = reader.boolean("adopted_writable");
   }
+  if (reader.has("byte_order")) {
+    const std::string order = reader.text("byte_order");
+    if (order != "little" && order != "big") reader.fail(fmt::format("has the byte_order '{}'", printable(order)));
+    entry.big_endian = order == "big";
+    if (entry.big_endian && (!entry.adopted || item_size(entry.dtype) == 1 || entry.dtype == DType::kBFloat16))
+      reader.fail(
+          fmt::format("cannot have the byte_order 'big': that is for adopted files, and not for {}", dtype_name(entry.dtype)));
+  }
 
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
   check_initializer(entry.init, entry.dtype);
@@ -239,6 +247,7 @@ void Manifest::save(const std::filesystem::path& store, FileOps& ops) const {
     if (entry.adopted) {
       table["adopted"] = path_json(*entry.adopted);
       table["adopted_writable"] = entry.adopted_writable;
+      if (entry.big_endian) table["byte_order"] = "big";
     }
   }
   replace_file(store / kManifestName, json.dump(2) + "\n", ops);

@@ -31,6 +31,7 @@ struct TableEntry {
   std::uint64_t step = 0;
   std::optional<std::filesystem::path> adopted;  // the foreign file, absolute
   bool adopted_writable = false;
+  bool big_endian = false;  // the foreign file's elements have their highest byte first
 };
 
 struct Manifest {

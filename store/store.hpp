@@ -61,7 +61,8 @@ class Store {
   // Creates the table and fills it from `reader` before anyone can see it (dtype: converted to options.dtype). rows and dim are
   // taken from the reader. On failure nothing is left.
   Table import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress = {});
-  // Uses an existing .npy (2-D, C order, native dtype; bfloat16 must be said) where it is; not copied, not changed by this call.
+  // Uses an existing .npy (2-D, C order, either byte order; bfloat16 must be said) where it is; not copied, not changed by this
+  // call. Rows are native in memory, and the file keeps its byte order.
   // Writes go to that file unless `writable` is false or the file is not writable.
   Table adopt(std::string_view name, const std::filesystem::path& file, bool writable = true, std::optional<DType> dtype = {});
 

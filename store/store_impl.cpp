@@ -43,8 +43,11 @@ void check_header(const NpyHeader& header, const std::filesystem::path& file, co
   if (rows < entry.geometry.rows || (entry.adopted && rows != entry.geometry.rows)) throw fail("the file has other rows");
   if (header.data_offset != entry.geometry.data_offset) throw fail(fmt::format("its data begins at byte {}", header.data_offset));
   if (!schema.structured()) {
-    const bool same = header.descr == npy_descr(entry.dtype) || dtype_of_npy_descr(header.descr) == entry.dtype ||
-                      (entry.dtype == DType::kBFloat16 && header.item_bytes == 2 && header.descr.find('V') != std::string::npos);
+    const bool same =
+        entry.big_endian
+            ? dtype_of_big_endian_npy_descr(header.descr) == entry.dtype
+            : header.descr == npy_descr(entry.dtype) || dtype_of_npy_descr(header.descr) == entry.dtype ||
+                  (entry.dtype == DType::kBFloat16 && header.item_bytes == 2 && header.descr.find('V') != std::string::npos);
     if (header.shape.size() != 2 || header.shape[1] != entry.dim || !same) throw fail("the file has another shape or dtype");
     return;
   }
@@ -388,10 +391,11 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
   if (header.shape[1] == 0) throw refuse("a table has at least one column");
   if (header.fortran_order && header.shape[0] > 1 && header.shape[1] > 1) throw refuse("it is in Fortran order");
   std::optional<DType> found = dtype_of_npy_descr(header.descr);
+  const bool big_endian = !found && (found = dtype_of_big_endian_npy_descr(header.descr)).has_value();
   if (!found && dtype == DType::kBFloat16 && header.item_bytes == 2 && header.descr.find('V') != std::string::npos) found = dtype;
   if (!found)
     throw refuse(header.descr.find('V') != std::string::npos ? "raw bytes have no type (say bfloat16 if they are that)"
-                                                             : "a table cannot hold this dtype or byte order");
+                                                             : "a table cannot hold this dtype");
   if (dtype && *dtype != *found) throw refuse(fmt::format("it is not {}", dtype_name(*dtype)));
 
   TableEntry entry;
@@ -400,6 +404,7 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
   const Schema schema(entry.dim, entry.dtype, {});
   entry.geometry = make_geometry(header.shape[0], schema.record_bytes(), schema.alignment(), false, entry.page_bytes);
   entry.geometry.data_offset = header.data_offset;
+  entry.big_endian = big_endian;
   entry.adopted = path;
   entry.adopted_writable = writable && ::access(path.c_str(), W_OK) == 0;
   check_budget(name, entry);

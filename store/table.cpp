@@ -20,6 +20,7 @@ std::uint64_t Table::seed() const { return impl_->entry().seed; }
 std::uint64_t Table::page_bytes_option() const { return impl_->entry().page_bytes; }
 std::uint64_t Table::step() const { return impl_->entry().step; }
 bool Table::writable() const { return impl_->writable(); }
+bool Table::big_endian() const { return impl_->entry().big_endian; }
 bool Table::adopted() const { return impl_->entry().adopted.has_value(); }
 void Table::set_optimizer(const Optimizer& optimizer) { impl_->set_optimizer(optimizer); }
 

@@ -114,7 +114,8 @@ class Table {
   std::uint64_t page_bytes_option() const;
   std::uint64_t step() const;  // updates so far
   bool writable() const;
-  bool adopted() const;  // a foreign file used in place
+  bool adopted() const;     // a foreign file used in place
+  bool big_endian() const;  // the adopted file's elements have their highest byte first; rows are native all the same
 
   // Changes the hyperparameters, not the kind nor the state fields; kept by the next commit.
   void set_optimizer(const Optimizer& optimizer);

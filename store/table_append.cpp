@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "base/aligned_buffer.hpp"
 #include "store/table_impl.hpp"
 
 namespace embermap {
@@ -18,7 +19,7 @@ void TableImpl::fill(std::uint64_t first, std::span<const std::byte> weights) {
   const std::uint64_t end = first + weights.size() / row_bytes;
   const std::uint64_t step = std::max<std::uint64_t>(1, kFillBytes / geometry.page_bytes());
   const std::uint64_t end_page = geometry.page_of(end - 1) + 1;
-  std::vector<std::byte> memory(std::min(step, end_page - geometry.page_of(first)) * geometry.page_bytes());
+  const AlignedBuffer memory(std::min(step, end_page - geometry.page_of(first)) * geometry.page_bytes());
   std::vector<PageBuffer> pages;
   for (std::uint64_t page = geometry.page_of(first); page < end_page; page += pages.size()) {
     pages.clear();

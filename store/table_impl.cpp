@@ -27,7 +27,7 @@ TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEnt
       entry_{std::move(entry)},
       step_{entry_.step} {
   StoreCore* const shared = core_.get();  // outlives file_
-  PageFileOptions options{.io = core_->page_io, .alone = core_->writable};
+  PageFileOptions options{.io = core_->page_io, .alone = core_->writable, .swap = entry_.big_endian};
   // Others use such a file too: what of it is in the page cache already may be used from there.
   options.io.prefer_cached = !core_->writable || entry_.adopted.has_value();
   file_ = std::make_unique<PageFile>(

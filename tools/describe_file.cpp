@@ -51,8 +51,8 @@ std::optional<std::string> in_place_obstacle(const NpyHeader& header) {
   if (header.fortran_order && header.shape[0] > 1 && header.shape[1] > 1) return "it is in Fortran order";
   if (header.shape[1] == 0) return "its rows have no elements";
   if (header.descr == "<V2" || header.descr == "|V2") return std::nullopt;  // with --dtype bfloat16
-  if (!dtype_of_npy_descr(header.descr))
-    return fmt::format("its dtype {} is not one of a table's in native byte order", header.descr);
+  if (!dtype_of_npy_descr(header.descr) && !dtype_of_big_endian_npy_descr(header.descr))
+    return fmt::format("its dtype {} is not one of a table's", header.descr);
   return std::nullopt;
 }
 

@@ -200,7 +200,8 @@ Json table_json(const Table& table) {
             {"pages", geometry.pages()},
             {"written_pages", written},
             {"materialised", geometry.pages() == 0 ? 1.0 : static_cast<double>(written) / static_cast<double>(geometry.pages())},
-            {"adopted", table.adopted()}};
+            {"adopted", table.adopted()},
+            {"byte_order", table.big_endian() ? "big" : "little"}};
   json.update(size_json(table.file()));
   return json;
 }

@@ -288,7 +288,9 @@ class Store:
         writable: bool = True,
         dtype: Any = None,
     ) -> Table:
-        """Use an existing .npy file where it is: 2-D, C order, native byte order; not copied.
+        """Use an existing .npy file where it is: 2-D, C order; not copied.
+
+        A big-endian file gives native rows, and stays big-endian when rows are written to it.
 
         Args:
             name: see the class.

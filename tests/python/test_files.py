@@ -126,7 +126,6 @@ def test_files_that_cannot_be_adopted(store, tmp_path):
         ("fortran", np.asfortranarray(np.ones((3, 4)))),
         ("flat", np.ones(3)),
         ("cube", np.ones((2, 2, 2))),
-        ("big", np.ones((2, 2), ">f4")),
         ("complex", np.ones((2, 2), complex)),
         ("text", np.array([["a"]])),
     ):

@@ -130,7 +130,6 @@ TEST_F(ImportTest, WhatCannotBeUsedInPlaceIsRefused) {
     EXPECT_EQ(snapshot(path()), before);
     return message;
   };
-  EXPECT_THAT(refused(make_npy("big.npy", 4, 2, 0, ">f4")), HasSubstr(">f4"));
   EXPECT_THAT(refused(make_npy("u4.npy", 4, 2, 0, "<u4")), HasSubstr("<u4"));
   EXPECT_THAT(refused(directory_ / "missing.npy"), HasSubstr("missing.npy"));
   test::write_text(directory_ / "short.npy", test::file_text(make_npy("a.npy", 100, 2)).substr(0, 500));
