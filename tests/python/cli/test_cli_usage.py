@@ -25,6 +25,7 @@ COMMANDS = [
     "recover",
     "resize",
     "remove",
+    "bench",
 ]
 
 

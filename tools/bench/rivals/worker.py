@@ -187,7 +187,7 @@ class _Server:
     def _weights(self, ids: Any) -> Any:
         none = np.empty((0, self.shape.dim), np.float32)
         place = np.arange(len(ids))
-        return np.array(self.store.gather(Batch(ids, none, ids, place, none)))
+        return np.asarray(self.store.gather(Batch(ids, none, ids, place, none))).copy()
 
     def warm(self, op: str, stream: Stream, first: int, count: int, seconds: float) -> int:
         """Untimed batches until `count` were done or the time is over. Returns how many."""
