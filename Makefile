@@ -2,14 +2,14 @@
 # Everything the targets do is in tools/setup/*.sh and CMakeLists.txt; lib.sh there lists the variables they read.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test build bench format lint asan tsan clean system python
+.PHONY: help demo test build bench benchmarks format lint asan tsan clean system python
 
 export EMBERMAP_DEPS EMBERMAP_OFFLINE EMBERMAP_SYSTEM_PYTHON PYTHON JOBS
 
 help:  ## list the targets
 	@echo "make TARGET, where TARGET is one of"
-	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 11
-	@echo "Variables: EMBERMAP_DEPS=DIR  EMBERMAP_OFFLINE=1  EMBERMAP_SYSTEM_PYTHON=1  PYTHON=PROGRAM  JOBS=N  ARGS='options of demo or bench'"
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 13
+	@echo "Variables: EMBERMAP_DEPS=DIR  EMBERMAP_OFFLINE=1  EMBERMAP_SYSTEM_PYTHON=1  PYTHON=PROGRAM  JOBS=N  ARGS='options of demo, bench or benchmarks'"
 
 demo: build  ## train word vectors of a dictionary, out of core, and look at them
 	@tools/setup/system.sh demo
@@ -30,6 +30,11 @@ python: system
 bench: build  ## compile and run the benchmarks
 	@tools/setup/system.sh bench
 	@tools/setup/bench.sh $(ARGS)
+
+benchmarks: build  ## compare with other stores, and make docs/benchmarks.md: NAME='2 cores, one disk'
+	@tools/setup/system.sh demo
+	@tools/setup/python.sh benchmarks
+	@.venv/bin/python tools/bench/report.py run --name "$(or $(NAME),$(shell nproc) cores)" $(ARGS)
 
 format: build  ## rewrite C++ and Python files in the project's style
 	@tools/setup/system.sh format

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# python.sh [lint] : sees to it that .venv holds a Python with the pinned packages (with `lint`: ruff and mypy too). A stamp in .venv makes
+# python.sh [lint|benchmarks] : sees to it that .venv holds a Python with the pinned packages (with `lint` or `benchmarks`: what those need
+# besides, too). A stamp in .venv makes
 # a second call quick. Where no package index can be reached and python3 already has the packages, .venv uses those and installs nothing.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
@@ -8,11 +9,21 @@ python=$venv/bin/python
 modules=(torch numpy h5py ml_dtypes safetensors nanobind scikit_build_core pytest)
 requirements=(python/requirements.txt)
 stamp=$venv/.embermap-stamp
-if [[ "${1:-}" == lint ]]; then
-  modules=(ruff mypy)
-  requirements=(python/requirements-lint.txt)
-  stamp=$venv/.embermap-lint-stamp
-fi
+extra=${1:-}
+case $extra in
+  '') ;;
+  lint)
+    modules=(ruff mypy)
+    requirements=(python/requirements-lint.txt)
+    stamp=$venv/.embermap-lint-stamp
+    ;;
+  benchmarks)
+    modules=(lmdb matplotlib)
+    requirements=(python/requirements-bench.txt)
+    stamp=$venv/.embermap-bench-stamp
+    ;;
+  *) fail "python.sh: no group called '$extra'" ;;
+esac
 
 # absent PYTHON MODULE... : prints those that the Python cannot import. Finding a module does not run it: torch alone takes seconds.
 absent() {
@@ -118,11 +129,12 @@ install_pinned() {
 
 if ready; then exit 0; fi
 
-if [[ "${1:-}" == lint ]]; then
-  [[ -z "$(absent "$python" "${modules[@]}")" ]] && enabled "${EMBERMAP_SYSTEM_PYTHON:-}${EMBERMAP_OFFLINE:-}" && done_as system && exit 0
-  if enabled "${EMBERMAP_OFFLINE:-}"; then fail "EMBERMAP_OFFLINE is set, and .venv lacks $(absent "$python" "${modules[@]}")"; fi
-  say "installing ruff and mypy into .venv"
-  install_pinned || fail "could not install ruff and mypy into .venv"
+if [[ -n "$extra" ]]; then
+  gone=$(absent "$python" "${modules[@]}")
+  [[ -z "$gone" ]] && enabled "${EMBERMAP_SYSTEM_PYTHON:-}${EMBERMAP_OFFLINE:-}" && done_as system && exit 0
+  if enabled "${EMBERMAP_OFFLINE:-}"; then fail "EMBERMAP_OFFLINE is set, and .venv lacks $gone"; fi
+  say "installing ${modules[*]} into .venv"
+  install_pinned || fail "could not install ${modules[*]} into .venv"
   exit 0
 fi
 

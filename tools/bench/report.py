@@ -1,0 +1,708 @@
+#!/usr/bin/env python3
+"""Runs the benchmark suites and makes docs/benchmarks.md with its plots from their results.
+
+    make benchmarks NAME="2 cores, virtual disk"
+    python tools/bench/report.py run --name "2 cores, virtual disk" --size 8GiB --minutes 5
+    python tools/bench/report.py run --name "2 cores, virtual disk" --only ngrams
+    python tools/bench/report.py draw
+
+`run` keeps what it measured in docs/benchmarks/NAME.json, one file a machine, and then draws;
+`draw` makes page and plots from all files that are there. A suite that fails is reported, and what
+an earlier run found stays. Needs matplotlib, which python/requirements-bench.txt has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+SUITES = ("out_of_core", "bench", "ngrams")
+ORDER = [
+    "np.memmap",
+    "np.memmap, 16 threads",
+    "torch.from_file",
+    "h5py, contiguous",
+    "h5py, chunked",
+    "LMDB",
+    "torch, in memory",
+]
+
+
+class ReportError(Exception):
+    """A cause the user can act on; shown as one line."""
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Where the results of a machine are kept."""
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if not slug:
+        raise ReportError(f"--name {name!r} has neither letters nor digits")
+    return folder / "benchmarks" / f"{slug}.json"
+
+
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Write results, whole or not at all: one measurement a line, numbers with six digits."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_short(results), indent=1)
+    # Lists of numbers stay on one line.
+    text = re.sub(r"\[[-0-9.e+,\s]+\]", lambda m: " ".join(m[0].split()), text)
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_short(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run one suite in a process of its own. Returns its results."""
+    out = folder / f"{suite}.json"
+    command: list[str]
+    if suite == "out_of_core":
+        command = [sys.executable, str(ROOT / "tools/bench/out_of_core.py"), "--json", str(out)]
+        for option in ("size", "memory", "seconds", "rounds", "threads"):
+            value = getattr(args, option)
+            command += [f"--{option}", str(value)] if value is not None else []
+        for option in ("cases", "rivals"):
+            for value in getattr(args, option) or []:
+                command += [f"--{option}", value]
+        command += ["--folder", str(args.folder)] + (["--quick"] if args.quick else [])
+    elif suite == "bench":
+        program = find_program()
+        size = ["--size", "8MiB", "--memory", "4MiB", "--seconds", "0.05", "--batch", "1000"]
+        if not args.quick:
+            table = args.size or "8GiB"
+            size = ["--size", table, "--memory", str(max(parse_size(table) // 10, 1 << 20))]
+        command = [program, "bench", str(args.folder), "--json", "--optimizer", "adagrad", *size]
+    else:
+        script = ROOT / "python/examples/billion_ngrams.py"
+        command = [sys.executable, str(script), "--json", str(out), "--overwrite"]
+        command += ["--store", str(args.folder / "embermap-ngrams"), "--minutes", f"{args.minutes}"]
+        command += ["--disk", args.disk]
+        if args.quick:
+            command += ["--rows", "1e7", "--memory", "16MiB", "--batch", "3000"]
+        if args.text is not None:
+            command += ["--text", str(args.text)]
+    print(f"== {suite}", flush=True)
+    capture = suite == "bench"
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE if capture else None, text=True, check=False
+    )
+    # The n-gram run ends with 1 if memory went above its limit: what it measured counts.
+    if done.returncode != 0 and not (suite == "ngrams" and out.exists()):
+        raise ReportError(f"{suite} ended with exit status {done.returncode}")
+    found: dict[str, Any] = json.loads(done.stdout if capture else out.read_text(encoding="utf-8"))
+    if done.returncode != 0:
+        print(f"report.py: warning: {suite} ended with exit status {done.returncode}", flush=True)
+    if capture:
+        print(json.dumps(found["bare"], indent=1))
+    return found
+
+
+def find_program() -> str:
+    """The `embermap` command line."""
+    beside = Path(sys.executable).parent / "embermap"
+    found = os.environ.get("EMBERMAP_CLI") or (
+        str(beside) if beside.exists() else shutil.which("embermap")
+    )
+    if found is None:
+        raise ReportError("no `embermap` program: `make build`, or EMBERMAP_CLI=PROGRAM")
+    return found
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "8GiB"."""
+    match = re.fullmatch(r"([0-9.]+)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None:
+        raise ReportError(f"not a size such as 8GiB: {text!r}")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run suites, keep their results, draw. Returns 1 if a suite failed."""
+    path = file_of(args.out, args.name)
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results["name"] = args.name
+    failed = False
+    with tempfile.TemporaryDirectory(prefix="embermap-report-") as folder:
+        for suite in args.only or SUITES:
+            try:
+                results[suite] = run_suite(suite, args, Path(folder))
+            except (ReportError, OSError, ValueError) as error:
+                print(f"report.py: error: {error}", file=sys.stderr, flush=True)
+                failed = True
+                continue
+            save(path, results)
+    if path.exists():
+        draw(args.out)
+    return 1 if failed else 0
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """The results of all machines, by name."""
+    files = sorted((folder / "benchmarks").glob("*.json"))
+    return sorted(
+        (json.loads(f.read_text(encoding="utf-8")) for f in files), key=lambda r: r["name"]
+    )
+
+
+def entries(
+    machine: dict[str, Any], pattern: str, store: str | None = None
+) -> list[dict[str, Any]]:
+    """Measurements whose case matches a regular expression as a whole."""
+    cases = machine.get("out_of_core", {}).get("cases", [])
+    return [
+        entry
+        for entry in cases
+        if "value" in entry
+        and re.fullmatch(pattern, entry["case"])
+        and (store is None or entry["store"] == store)
+    ]
+
+
+def own(machine: dict[str, Any], case: str, field: str = "value") -> float | None:
+    """embermap's figure in a case: the median over the contests it took part in."""
+    values = [e[field] for e in entries(machine, re.escape(case), "embermap") if field in e]
+    return statistics.median(values) if values else None
+
+
+def cases_of(machines: list[dict[str, Any]]) -> list[str]:
+    """All cases, in the order in which they ran."""
+    found: dict[str, None] = {}
+    for machine in machines:
+        for entry in machine.get("out_of_core", {}).get("cases", []):
+            if entry["case"] != "start":
+                found.setdefault(entry["case"])
+    return list(found)
+
+
+def goals(machine: dict[str, Any]) -> list[tuple[str, str, float | None, str, bool | None]]:
+    """What embermap is meant to reach: (work, goal, figure, figure as text, reached)."""
+
+    def ratios(pattern: str, store: str) -> list[float]:
+        return [e["embermap_ratio"] for e in entries(machine, pattern, store)]
+
+    def shares(pattern: str) -> list[float]:
+        return [e["bare_ratio"] for e in entries(machine, pattern) if "bare_ratio" in e]
+
+    def worst(values: list[float]) -> float | None:
+        return min(values) if values else None
+
+    def middle(values: list[float]) -> float | None:
+        return statistics.median(values) if values else None
+
+    rows: list[tuple[str, str, float | None, float]] = [
+        (
+            "uniform ids, cold: pages/s of a bare io_uring loop at depth 128, same file",
+            "at least 0.9",
+            middle(shares("dim128/weights/gather/uniform/cold")),
+            0.9,
+        ),
+        (
+            "uniform ids, cold: np.memmap (lowest of all tables)",
+            "at least 1",
+            worst(ratios("dim.*/gather/uniform/cold", "np.memmap")),
+            1.0,
+        ),
+        (
+            "Zipf(1.05), a tenth of the table in memory: gather, np.memmap (lowest)",
+            "at least 3",
+            worst(ratios("dim.*/gather/zipf:1.05/warm", "np.memmap")),
+            3.0,
+        ),
+        (
+            "Zipf(1.05), a tenth of the table in memory: update, np.memmap (lowest)",
+            "at least 3",
+            worst(ratios("dim.*/update/zipf:1.05/warm", "np.memmap")),
+            3.0,
+        ),
+        (
+            "all hot: gather, torch.index_select (lowest)",
+            "at least 1",
+            worst(ratios("dim.*/gather/.*/hot", "torch, in memory")),
+            1.0,
+        ),
+        (
+            "all hot: update, torch's sparse step (lowest)",
+            "at least 1",
+            worst(ratios("dim.*/update/.*/hot", "torch, in memory")),
+            1.0,
+        ),
+        ("scan: dd with direct I/O", "at least 0.9", middle(shares("dim.*/scan/.*")), 0.9),
+        ("bulk scatter: dd with direct I/O", "at least 0.9", middle(shares("dim.*/bulk/.*")), 0.9),
+        (
+            "a loop that computes as long as it reads, prefetching: computing alone",
+            "at least 0.9",
+            middle([e["value"] for e in entries(machine, ".*/prefetch/.*")]),
+            0.9,
+        ),
+    ]
+    found: list[tuple[str, str, float | None, str, bool | None]] = []
+    for work, goal, value, least in rows:
+        text = "not measured" if value is None else f"{value:.2f}"
+        found.append((work, goal, value, text, None if value is None else value >= least))
+    run = machine.get("ngrams")
+    if run is not None:
+        above = (run["peak_resident"] - run["without_store"] - run["budget"]) / 2**20
+        found.append(
+            (
+                f"{run['rows']:,} rows: peak resident memory above process and budget",
+                "at most 64 MiB",
+                above,
+                f"{above:.0f} MiB",
+                above <= 64,
+            )
+        )
+        cached = run["page_cache_of_table"] / 2**20
+        found.append(
+            (
+                f"{run['rows']:,} rows: page cache of the table's file afterwards",
+                "at most 64 MiB",
+                cached,
+                f"{cached:.1f} MiB",
+                cached <= 64,
+            )
+        )
+    return found
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def save_plot(figure: Any, path: Path) -> None:
+    """Write a figure; the file says nothing of when and with what it was made."""
+    figure.savefig(path, dpi=100, metadata={"Software": None})
+    from matplotlib import pyplot
+
+    pyplot.close(figure)
+
+
+def title_of(case: str) -> str:
+    """A case as people say it."""
+    dim, kind, op, ids, temperature = case.split("/")
+    ids = {"uniform": "uniform", "rows": ""}.get(ids, ids.replace("zipf:", "Zipf "))
+    trained = "Adagrad" if kind == "adagrad" else "weights"
+    return " ".join(f"{op} {ids} {temperature}, {dim.replace('dim', 'dim ')} {trained}".split())
+
+
+def plot_ratios(machines: list[dict[str, Any]], path: Path) -> bool:
+    """Draw embermap against each store in each case, one column a machine.
+
+    This and the others return False, and draw nothing, where there is nothing to draw.
+    """
+    from matplotlib import pyplot
+
+    cases = [
+        case
+        for case in cases_of(machines)
+        if any("embermap_ratio" in e for m in machines for e in entries(m, re.escape(case)))
+    ]
+    if not cases:
+        return False
+    figure, all_axes = pyplot.subplots(
+        1,
+        len(machines),
+        figsize=(4.2 + 3.6 * len(machines), 1.6 + 0.24 * len(cases)),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    colors = pyplot.get_cmap("tab10")
+    markers = "osD^v*P"
+    for axes, machine in zip(all_axes[0], machines, strict=True):
+        for number, store in enumerate(ORDER):
+            points = [
+                (e["embermap_ratio"], cases.index(e["case"]))
+                for e in entries(machine, ".*", store)
+                if e["case"] in cases
+            ]
+            if points:
+                x, y = zip(*points, strict=True)
+                axes.plot(
+                    x, y, markers[number], color=colors(number), label=store, alpha=0.85, ms=6
+                )
+        axes.axvline(1, color="0.3", lw=1)
+        axes.set_xscale("log")
+        axes.grid(axis="both", color="0.9")
+        axes.set_title(machine["name"], fontsize=10)
+        axes.set_xlabel("embermap's rate / the other's (right of the line: faster)", fontsize=8)
+    all_axes[0][0].set_yticks(range(len(cases)), [title_of(case) for case in cases], fontsize=8)
+    all_axes[0][0].invert_yaxis()
+    seen: dict[str, Any] = {}
+    for axes in all_axes[0]:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            seen.setdefault(label, handle)
+    figure.legend(
+        seen.values(), seen.keys(), loc="outside lower center", ncol=4, fontsize=8, frameon=False
+    )
+    save_plot(figure, path)
+    return True
+
+
+THROUGHPUT = (
+    "dim128/weights/gather/uniform/cold",
+    "dim128/weights/gather/zipf:1.05/warm",
+    "dim128/adagrad/update/zipf:1.05/warm",
+    "dim32/adagrad/update/zipf:1.05/warm",
+)
+
+
+def plot_throughput(machines: list[dict[str, Any]], path: Path) -> bool:
+    """Rows a second of every store in the cases that matter most."""
+    from matplotlib import pyplot
+
+    cases = [c for c in THROUGHPUT if any(own(m, c) is not None for m in machines)]
+    cases = cases or [c for c in cases_of(machines) if c.split("/")[2] != "prefetch"][:4]
+    if not cases:
+        return False
+    figure, all_axes = pyplot.subplots(
+        len(machines),
+        len(cases),
+        figsize=(3.1 * len(cases) + 1, 2.4 * len(machines) + 0.3),
+        squeeze=False,
+        layout="constrained",
+    )
+    for row, machine in zip(all_axes, machines, strict=True):
+        for axes, case in zip(row, cases, strict=True):
+            bars = [("embermap", own(machine, case))]
+            for store in ORDER:
+                values = [e["value"] for e in entries(machine, re.escape(case), store)]
+                if values:
+                    bars.append((store, statistics.median(values)))
+            names = [name for name, value in bars if value is not None]
+            values = [value / 1e3 for _, value in bars if value is not None]
+            tints = ["tab:orange" if name == "embermap" else "tab:blue" for name in names]
+            axes.barh(range(len(names)), values, color=tints)
+            axes.set_yticks(range(len(names)), names, fontsize=7)
+            axes.invert_yaxis()
+            axes.tick_params(axis="x", labelsize=7)
+            axes.set_title(f"{title_of(case)}\n{machine['name']}", fontsize=7)
+            axes.set_xlabel("thousand rows/s", fontsize=7)
+    save_plot(figure, path)
+    return True
+
+
+def plot_memory(machines: list[dict[str, Any]], path: Path) -> bool:
+    """Resident memory of the n-gram runs over time."""
+    from matplotlib import pyplot
+
+    runs = [m for m in machines if "ngrams" in m]
+    if not runs:
+        return False
+    figure, all_axes = pyplot.subplots(
+        len(runs), 1, figsize=(8, 2.9 * len(runs)), squeeze=False, layout="constrained"
+    )
+    for axes, machine in zip(all_axes[:, 0], runs, strict=True):
+        run, samples = machine["ngrams"], machine["ngrams"]["samples"]
+        minutes = [s / 60 for s in samples["seconds"]]
+        axes.plot(minutes, [x / 2**20 for x in samples["resident"]], label="resident")
+        axes.plot(minutes, [x / 2**20 for x in samples["anonymous"]], label="of it anonymous")
+        limit = run["limit"] / 2**20
+        axes.axhline(limit, color="0.4", ls="--", label="process + budget + 64 MiB")
+        axes.axhline(run["without_store"] / 2**20, color="0.6", ls=":", label="process alone")
+        axes.set(xlabel="minutes", ylabel="MiB", ylim=(0, 1.15 * limit))
+        axes.set_title(
+            f"{run['rows']:,} x {run['dim']} float32 with Adagrad, budget "
+            f"{run['budget'] / 2**20:.0f} MiB: {machine['name']}",
+            fontsize=9,
+        )
+        axes.legend(loc="lower right", fontsize=8)
+    save_plot(figure, path)
+    return True
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of Markdown."""
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def machines_table(machines: list[dict[str, Any]]) -> str:
+    """What ran it."""
+    rows: list[tuple[str, list[str]]] = []
+
+    def add(label: str, text: Any) -> None:
+        cells = []
+        for machine in machines:
+            try:
+                cells.append(str(text(machine)))
+            except (KeyError, TypeError):
+                cells.append("")
+        if any(cells):
+            rows.append((label, cells))
+
+    add("cores", lambda m: m["out_of_core"]["machine"]["cores"])
+    add("processor", lambda m: m["out_of_core"]["machine"]["cpu"])
+    add("memory", lambda m: f"{m['out_of_core']['machine']['memory'] / 2**30:.0f} GiB")
+    add(
+        "kernel, file system",
+        lambda m: (
+            f"{m['out_of_core']['machine']['kernel']}, {m['out_of_core']['machine']['file_system']}"
+        ),
+    )
+    add(
+        "disk: random 4 KiB reads, depth 128",
+        lambda m: f"{m['bench']['bare']['random_read']['per_second']:,.0f} a second",
+    )
+    for key, label in (("sequential_read", "read"), ("sequential_write", "write")):
+        add(
+            f"disk: {label} in order",
+            lambda m, key=key: f"{m['bench']['bare'][key]['bytes_per_second'] / 1e6:,.0f} MB/s",
+        )
+    add("table", lambda m: f"{m['out_of_core']['settings']['size'] / 2**30:.3g} GiB")
+    add("memory of each process", lambda m: mib(m["out_of_core"]["confinement"]["memory"]))
+    add("embermap's budget in it", lambda m: mib(m["out_of_core"]["embermap_budget"]))
+    add("confined by", lambda m: m["out_of_core"]["confinement"]["text"])
+    add("threads", lambda m: m["out_of_core"]["settings"]["threads"])
+    add(
+        "versions",
+        lambda m: ", ".join(f"{k} {v}" for k, v in m["out_of_core"]["machine"]["versions"].items()),
+    )
+    add(
+        "a try, not a result",
+        lambda m: "tiny tables" if m["out_of_core"]["settings"]["quick"] else "",
+    )
+    return table(["", *(m["name"] for m in machines)], [[label, *cells] for label, cells in rows])
+
+
+def mib(n: float) -> str:
+    """Bytes in MiB."""
+    return f"{n / 2**20:,.0f} MiB"
+
+
+def goals_table(machines: list[dict[str, Any]]) -> str:
+    """Goals and what was reached."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for number, machine in enumerate(machines):
+        for work, goal, _, text, reached in goals(machine):
+            cells = found.setdefault(work, (goal, ["not measured"] * len(machines)))[1]
+            cells[number] = text if reached is None else f"{text}{'' if reached else ' (missed)'}"
+    return table(
+        ["against", "goal", *(m["name"] for m in machines)],
+        [[work, goal, *cells] for work, (goal, cells) in found.items()],
+    )
+
+
+def results_tables(machine: dict[str, Any]) -> str:
+    """All figures of a machine."""
+    out = []
+    cases = cases_of([machine])
+    for op in ("rows/s", "bytes/s"):
+        mine = [c for c in cases if any(e["unit"] == op for e in entries(machine, re.escape(c)))]
+        stores = [
+            store
+            for store in ORDER
+            if any(entries(machine, re.escape(case), store) for case in mine)
+        ]
+        if not mine:
+            continue
+        scale, unit = (1e3, "thousand rows/s") if op == "rows/s" else (1e6, "MB/s")
+        rows = []
+        for case in mine:
+            value = own(machine, case)
+            cells = ["" if value is None else f"{value / scale:,.0f}"]
+            extra = own(machine, case, "bare_ratio")
+            rate = own(machine, case, "hit_rate")
+            for store in stores:
+                found = entries(machine, re.escape(case), store)
+                if not found:
+                    cells.append("")
+                    continue
+                other = statistics.median(e["value"] for e in found) / scale
+                shown = f"{other:,.0f}" if other >= 10 else f"{other:.1f}"
+                cells.append(f"{shown} (**{found[-1]['embermap_ratio']:.2f}**)")
+            note = "" if extra is None else f"{extra:.2f} of the bare disk"
+            if rate is not None and not case.endswith("/hot"):
+                note = "; ".join(filter(None, [note, f"{rate:.0%} of pages in memory"]))
+            rows.append([title_of(case), *cells, note])
+        out.append(
+            f"In {unit}; in brackets embermap's rate divided by that store's.\n\n"
+            + table(["case", "embermap", *stores, "embermap"], rows)
+        )
+    return "\n".join(out)
+
+
+def trouble(machine: dict[str, Any]) -> str:
+    """What failed, and notes of the run."""
+    suite = machine.get("out_of_core", {})
+    lines = [f"- {note}" for note in suite.get("notes", [])]
+    lines += [
+        f"- {e['store']}, {e['case']}: {e['error']}" for e in suite.get("cases", []) if "error" in e
+    ]
+    return "\n".join(lines) + "\n" if lines else ""
+
+
+def ngrams_text(machines: list[dict[str, Any]]) -> str:
+    """The runs on real ids."""
+    rows = []
+    runs = [m for m in machines if "ngrams" in m]
+    if not runs:
+        return ""
+    facts: list[tuple[str, Any]] = [
+        ("rows x dim", lambda r: f"{r['rows']:,} x {r['dim']}"),
+        ("apparent size", lambda r: f"{r['apparent_bytes'] / 1e12:.3g} TB"),
+        ("on disk at the end", lambda r: f"{r['disk_bytes'] / 1e9:.1f} GB"),
+        ("created in", lambda r: f"{r['create_seconds']:.2f} s"),
+        ("steps of rows", lambda r: f"{r['steps']:,} of {r['batch']:,}"),
+        ("time, passes", lambda r: f"{r['seconds']:.0f} s, {r['passes']:.2f}"),
+        ("rows gathered and updated", lambda r: f"{r['rows_per_second'] / 1e3:,.0f} thousand/s"),
+        ("loss, first and last steps", lambda r: f"{r['loss_first']:.3f}, {r['loss_last']:.3f}"),
+        ("pages found in memory", lambda r: f"{r['hit_rate']:.1%}"),
+        (
+            "read, written",
+            lambda r: f"{r['bytes_read'] / 1e9:.1f} GB, {r['bytes_written'] / 1e9:.1f} GB",
+        ),
+        ("budget", lambda r: mib(r["budget"])),
+        ("process without the store", lambda r: mib(r["without_store"])),
+        ("peak resident", lambda r: mib(r["peak_resident"])),
+        ("page cache of the table's file", lambda r: mib(r["page_cache_of_table"])),
+    ]
+    for label, text in facts:
+        rows.append([label, *(text(m["ngrams"]) for m in runs)])
+    return (
+        table(["", *(m["name"] for m in runs)], rows)
+        + "\n![Resident memory over time](benchmarks/memory.png)\n"
+    )
+
+
+def bench_text(machines: list[dict[str, Any]]) -> str:
+    """What `embermap bench` says."""
+    runs = [m for m in machines if "bench" in m]
+    if not runs:
+        return ""
+    rows = []
+    facts: list[tuple[str, Any]] = [
+        (
+            "table",
+            lambda b: (
+                f"{b['table']['written_rows']:,} x {b['table']['dim']} {b['table']['dtype']}, "
+                f"{b['settings']['ids']}"
+            ),
+        ),
+        ("gather, cold", lambda b: f"{b['gather_cold']['rows_per_second']:,.0f} rows/s"),
+        ("of the bare disk", lambda b: f"{b['gather_cold']['share_of_bare']:.2f}"),
+        ("gather, warm", lambda b: f"{b['gather_warm']['rows_per_second']:,.0f} rows/s"),
+        ("update", lambda b: f"{b['update']['rows_per_second']:,.0f} rows/s"),
+        ("scan, of the bare disk", lambda b: f"{b['scan']['share_of_bare']:.2f}"),
+        ("bulk write, of the bare disk", lambda b: f"{b['bulk_write']['share_of_bare']:.2f}"),
+        ("prefetch, of computing alone", lambda b: f"{b['prefetch']['share_of_compute']:.2f}"),
+        (
+            "peak resident, budget",
+            lambda b: f"{mib(b['memory']['peak_resident'])}, {mib(b['memory']['budget'])}",
+        ),
+    ]
+    for label, text in facts:
+        rows.append([label, *(text(m["bench"]) for m in runs)])
+    return "## `embermap bench`\n\n" + table(["", *(m["name"] for m in runs)], rows)
+
+
+def draw(folder: Path) -> None:
+    """Make page and plots from the results that are there."""
+    machines = load(folder)
+    if not machines:
+        raise ReportError(f"no results in {folder / 'benchmarks'}: `report.py run --name NAME`")
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ReportError("matplotlib is not installed: the plots need it") from error
+    matplotlib.use("Agg")
+    plots = folder / "benchmarks"
+    compared = [m for m in machines if m.get("out_of_core", {}).get("cases")]
+    parts = {
+        "goals": goals_table(machines),
+        "ratios": plot_ratios(compared, plots / "ratios.png")
+        and "![embermap beside other stores](benchmarks/ratios.png)",
+        "throughput": plot_throughput(compared, plots / "throughput.png")
+        and "![Rows a second](benchmarks/throughput.png)",
+        "ngrams": plot_memory(machines, plots / "memory.png") and ngrams_text(machines),
+        "machines": machines_table(machines),
+        "bench": bench_text(machines),
+        "results": "\n\n".join(
+            f"## Results: {m['name']}\n\n{results_tables(m)}\n{trouble(m)}" for m in compared
+        ),
+    }
+    text = (Path(__file__).parent / "benchmarks.md.in").read_text(encoding="utf-8")
+    for name, part in parts.items():
+        text = text.replace("{" + name + "}", part or "")
+    text = re.sub(r"\n{3,}", "\n\n", text)
+    (folder / "benchmarks.md").write_text(text, encoding="utf-8")
+    print(f"Made {folder / 'benchmarks.md'} from the results of {len(machines)} machines")
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; wrong usage exits with 2."""
+    parser = argparse.ArgumentParser(
+        prog="report.py", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "docs", help="default: docs/")
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run", help="run suites, keep their results, draw")
+    add = runs.add_argument
+    add("--name", required=True, help='of this machine: "2 cores, virtual disk"; no host names')
+    add("--only", action="append", choices=SUITES, help="these suites (default: all)")
+    add("--quick", action="store_true", help="tiny tables, a few cases: a try, not a result")
+    default = Path(os.environ.get("TMPDIR") or "/var/tmp")
+    add("--folder", type=Path, default=default, help="where tables are made (TMPDIR, or /var/tmp)")
+    for option, what in (
+        ("size", "bytes of the table (8GiB)"),
+        ("memory", "of each process (a tenth)"),
+        ("seconds", "of a timed run"),
+        ("rounds", "of each case"),
+        ("threads", "of embermap and torch"),
+    ):
+        add(f"--{option}", help=f"out_of_core: {what}")
+    add("--cases", action="append", metavar="PATTERN", help="out_of_core: these cases")
+    add("--rivals", action="append", metavar="NAME", help="out_of_core: these stores")
+    add("--minutes", type=float, default=5.0, help="ngrams: how long to train (default 5)")
+    add("--disk", default="12GiB", help="ngrams: how much disk to use (default 12GiB)")
+    add("--text", type=Path, help="ngrams: another text than the dictionary")
+    commands.add_parser("draw", help="make page and plots from all results")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run or draw. Returns its exit status: 0 done, 1 failed, 130 interrupted."""
+    args = parse_arguments(argv)
+    try:
+        if args.command == "draw":
+            draw(args.out)
+            return 0
+        return run(args)
+    except (ReportError, OSError, KeyError, ValueError) as error:
+        print(f"report.py: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("report.py: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
