@@ -1,4 +1,4 @@
-"""Rows of a text's n-grams, as benchmarks and examples use them (tools/bench/ngrams.py)."""
+"""Rows of a text's n-grams, as benchmarks use them (tools/bench/ngrams.py)."""
 
 from __future__ import annotations
 
