@@ -95,8 +95,8 @@ void PageFile::generate_states(std::uint64_t count, std::byte* out) const {
   }
 }
 
-void PageFile::read(std::span<PageBuffer> pages) {
-  if (pages.empty()) return;
+void PageFile::read(std::span<PageBuffer> pages, const Meanwhile& also) {
+  if (pages.empty() && also.count == 0) return;
   sort_by_page(pages);
   std::vector<PageBuffer> written, fresh;
   for (const PageBuffer& page : pages) {
@@ -108,17 +108,20 @@ void PageFile::read(std::span<PageBuffer> pages) {
     (is_written ? written : fresh).push_back(page);
   }
 
-  const Meanwhile generating{.count = fresh.size(),
-                             .grain = std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
-                             .pool = &compute_,
-                             .body = [&](std::uint64_t begin, std::uint64_t end) {
-                               for (std::uint64_t i = begin; i < end; ++i) {
-                                 const std::uint64_t rows = geometry_.rows_in(fresh[i].page);
-                                 generate(fresh[i].page * geometry_.rows_per_page, rows, fresh[i].memory);
-                                 std::memset(fresh[i].memory + rows * geometry_.stride, 0,
-                                             (geometry_.rows_per_page - rows) * geometry_.stride);
-                               }
-                             }};
+  const auto generate_page = [&](const PageBuffer& page) {
+    const std::uint64_t rows = geometry_.rows_in(page.page);
+    generate(page.page * geometry_.rows_per_page, rows, page.memory);
+    std::memset(page.memory + rows * geometry_.stride, 0, (geometry_.rows_per_page - rows) * geometry_.stride);
+  };
+  // First the pages that were never written, then what the caller wants done.
+  const std::uint64_t page_grain = std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes());
+  const Meanwhile meanwhile{.count = fresh.size() + also.count,
+                            .grain = also.count == 0 ? page_grain : std::min(page_grain, std::max<std::uint64_t>(also.grain, 1)),
+                            .pool = &compute_,
+                            .body = [&](std::uint64_t begin, std::uint64_t end) {
+                              for (; begin < end && begin < fresh.size(); ++begin) generate_page(fresh[begin]);
+                              if (begin < end) also.body(begin - fresh.size(), end - fresh.size());
+                            }};
   const std::vector<IoPiece> pieces = pieces_of(written);
   const Stopwatch watch(counters_.read_nanoseconds);
   counters_.read_requests += io().read(
@@ -127,7 +130,7 @@ void PageFile::read(std::span<PageBuffer> pages) {
         counters_.bytes_read += pieces[i].bytes;
         arrived(written[i]);
       },
-      generating);
+      meanwhile);
   counters_.pages_read += written.size();
   counters_.pages_generated += fresh.size();
 }

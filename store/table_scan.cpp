@@ -13,15 +13,16 @@
 namespace embermap {
 namespace {
 
-constexpr std::uint64_t kScanBytes = 4U << 20;  // pages in flight of one scan
+constexpr std::uint64_t kScanBytes = 8U << 20;  // pages of one step of a scan; two steps are in memory at a time
 
 // Scratch for the pages of one step of a scan.
 class ScanBuffer {
  public:
-  explicit ScanBuffer(const Geometry& geometry)
+  // For at most `most` pages.
+  ScanBuffer(const Geometry& geometry, std::uint64_t most)
       : page_bytes_{geometry.page_bytes()},
         pages_{std::max<std::uint64_t>(1, kScanBytes / page_bytes_)},
-        memory_(std::min(pages_, std::max<std::uint64_t>(geometry.pages(), 1)) * page_bytes_) {
+        memory_(std::min(pages_, std::max<std::uint64_t>(most, 1)) * page_bytes_) {
     pages_ = memory_.size() / page_bytes_;
   }
   std::uint64_t pages() const noexcept { return pages_; }
@@ -51,38 +52,52 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
   // From the look at what is in memory to the last copy nobody changes rows: what is read from the file beside it is as old.
   const std::shared_lock reading(rows_);
   keep_checksums();
-  ScanBuffer scratch(geometry);
-  std::vector<std::uint64_t> pages;
-  std::vector<std::uint32_t> frames;
-  std::vector<PageBuffer> absent;
   const std::uint64_t end_page = geometry.page_of(first + count - 1) + 1;
-  for (std::uint64_t page = geometry.page_of(first); page < end_page; page += pages.size()) {
-    pages.clear();
-    while (pages.size() < scratch.pages() && page + pages.size() < end_page) pages.push_back(page + pages.size());
-    frames.assign(pages.size(), HotPages::kAbsent);
-    HotPages* const ready = hot_ready_.load(std::memory_order_acquire);
+  HotPages* const ready = hot_ready_.load(std::memory_order_acquire);
+  // While the pages of one step are read, the rows of the step before are copied out.
+  struct Step {
+    Step(const Geometry& geometry, std::uint64_t most) : scratch{geometry, most} {}
+    ScanBuffer scratch;
+    std::vector<std::uint64_t> pages;
+    std::vector<std::uint32_t> frames;
     std::optional<HotPages::Hold> hold;
-    if (ready != nullptr) hold.emplace(ready->hold_resident(pages, frames, Access::kRead));
-    absent.clear();
-    for (std::uint64_t i = 0; i < pages.size(); ++i)
-      if (frames[i] == HotPages::kAbsent) absent.push_back({pages[i], scratch.page(i)});
-    file_->read(absent);
-    core_->compute.parallel_for(pages.size(), 16, [&](std::uint64_t begin, std::uint64_t end) {
-      for (std::uint64_t i = begin; i < end; ++i) {
-        const std::byte* memory = frames[i] == HotPages::kAbsent ? scratch.page(i) : ready->frame(frames[i]);
-        const std::uint64_t page_first = pages[i] * geometry.rows_per_page;
-        const std::uint64_t from = std::max(first, page_first);
-        const std::uint64_t to = std::min(first + count, page_first + geometry.rows_in(pages[i]));
-        std::byte* target = out.data() + (from - first) * field.bytes;
-        const std::byte* source = memory + (from - page_first) * geometry.stride + field.offset;
-        if (field.bytes == geometry.stride) {
-          std::memcpy(target, source, (to - from) * field.bytes);
-          continue;
-        }
-        for (std::uint64_t row = from; row < to; ++row, target += field.bytes, source += geometry.stride)
-          std::memcpy(target, source, field.bytes);
+  };
+  const auto copy = [&](Step& step, std::uint64_t begin, std::uint64_t end) {
+    for (std::uint64_t i = begin; i < end; ++i) {
+      const std::byte* memory = step.frames[i] == HotPages::kAbsent ? step.scratch.page(i) : ready->frame(step.frames[i]);
+      const std::uint64_t page_first = step.pages[i] * geometry.rows_per_page;
+      const std::uint64_t from = std::max(first, page_first);
+      const std::uint64_t to = std::min(first + count, page_first + geometry.rows_in(step.pages[i]));
+      std::byte* target = out.data() + (from - first) * field.bytes;
+      const std::byte* source = memory + (from - page_first) * geometry.stride + field.offset;
+      if (field.bytes == geometry.stride) {
+        std::memcpy(target, source, (to - from) * field.bytes);
+        continue;
       }
-    });
+      for (std::uint64_t row = from; row < to; ++row, target += field.bytes, source += geometry.stride)
+        std::memcpy(target, source, field.bytes);
+    }
+  };
+  const std::uint64_t first_page = geometry.page_of(first);
+  Step steps[2]{Step(geometry, end_page - first_page), Step(geometry, end_page - first_page)};
+  std::vector<PageBuffer> absent;
+  std::uint64_t page = first_page;
+  for (std::uint64_t number = 0; page < end_page || !steps[(number + 1) % 2].pages.empty(); ++number) {
+    Step& now = steps[number % 2];
+    Step& before = steps[(number + 1) % 2];
+    now.pages.clear();
+    while (now.pages.size() < now.scratch.pages() && page < end_page) now.pages.push_back(page++);
+    now.frames.assign(now.pages.size(), HotPages::kAbsent);
+    if (ready != nullptr) now.hold.emplace(ready->hold_resident(now.pages, now.frames, Access::kRead));
+    absent.clear();
+    for (std::uint64_t i = 0; i < now.pages.size(); ++i)
+      if (now.frames[i] == HotPages::kAbsent) absent.push_back({now.pages[i], now.scratch.page(i)});
+    file_->read(absent, {.count = before.pages.size(),
+                         .grain = 16,
+                         .pool = &core_->compute,
+                         .body = [&](std::uint64_t begin, std::uint64_t end) { copy(before, begin, end); }});
+    before.pages.clear();
+    before.hold.reset();
   }
 }
 
@@ -95,11 +110,11 @@ void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const 
   check_size(count, rows.size(), field.bytes, "rows");
   if (count == 0) return;
   keep_checksums();
-  ScanBuffer scratch(geometry);
+  const std::uint64_t end_page = geometry.page_of(first + count - 1) + 1;
+  ScanBuffer scratch(geometry, end_page - geometry.page_of(first));
   std::vector<std::uint64_t> pages;
   std::vector<std::uint32_t> frames;
   std::vector<PageBuffer> reads, writes;
-  const std::uint64_t end_page = geometry.page_of(first + count - 1) + 1;
   for (std::uint64_t page = geometry.page_of(first); page < end_page; page += pages.size()) {
     pages.clear();
     while (pages.size() < scratch.pages() && page + pages.size() < end_page) pages.push_back(page + pages.size());
@@ -140,7 +155,7 @@ void TableImpl::materialize(const Progress& progress) {
   const auto lock = alone();
   check_writable();
   const Geometry& geometry = entry_.geometry;
-  ScanBuffer scratch(geometry);
+  ScanBuffer scratch(geometry, geometry.pages());
   std::vector<PageBuffer> fresh;
   // Pages in memory that are dirty count as written once they are in the file.
   if (hot_) hot_->flush();
@@ -161,7 +176,7 @@ VerifyReport TableImpl::verify(const Progress& progress) {
   const PageLedger& ledger = file_->ledger();
   VerifyReport report;
   report.pages = geometry.pages();
-  ScanBuffer scratch(geometry);
+  ScanBuffer scratch(geometry, geometry.pages());
   std::vector<std::uint32_t> recorded(scratch.pages());
   std::vector<std::uint32_t> found(scratch.pages());
   std::vector<bool> present(scratch.pages());
