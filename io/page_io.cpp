@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstring>
 #include <mutex>
 #include <random>
 #include <shared_mutex>
@@ -16,6 +17,7 @@
 #include <vector>
 
 #include "base/aligned_buffer.hpp"
+#include "base/checked.hpp"
 #include "base/error.hpp"
 #include "io/direct_file.hpp"
 #include "io/file_view.hpp"
@@ -29,6 +31,9 @@ constexpr std::array<std::string_view, 3> kNames = {"io_uring", "threads", "mapp
 constexpr unsigned kLargestDepth = 4096;
 // The page cache may hold this much of what went through it before it is told to let go.
 constexpr std::uint64_t kCachedBytes = 16ULL << 20;
+// Unaligned writes are put together in memory of this size, in slices of which several fit.
+constexpr std::uint64_t kStagingBytes = 4ULL << 20;
+constexpr std::uint64_t kSliceBytes = 1ULL << 20;
 // A file of which this much is in the page cache is read from there.
 constexpr double kMostlyCached = 0.8;
 
@@ -56,13 +61,14 @@ std::function<bool()> in_steps(const Meanwhile& work) {
   };
 }
 
-// The requests that are direct, or those that are not.
-IoPlan only(const IoPlan& plan, bool direct) {
+IoPlan direct_part(const IoPlan& plan) {
   IoPlan out = plan;
-  std::erase_if(out.requests, [&](const IoRequest& request) { return request.direct != direct; });
+  std::erase_if(out.requests, [](const IoRequest& request) { return !request.direct; });
   out.empty.clear();
   return out;
 }
+
+std::uint64_t round_down(std::uint64_t a, std::uint64_t multiple) { return a / multiple * multiple; }
 
 }  // namespace
 
@@ -99,15 +105,25 @@ class PageIo::Impl {
     prepare();
     const bool direct = direct_writes_;
     const IoPlan plan = plan_writes(pieces, direct ? direct_->alignment() : DirectAlignment{}, file_.path());
-    if (plan.direct && plan.buffered) {
-      write_plan(only(plan, /*direct=*/true), pieces, done, direct);
-      write_plan(only(plan, /*direct=*/false), pieces, done, direct);
-      for (const std::size_t i : plan.empty)
-        if (done) done(i);
-    } else {
-      write_plan(plan, pieces, done, direct);
+    if (!direct || !plan.buffered) {
+      write_plan(plan, pieces, done);
+      return plan.requests.size();
     }
-    return plan.requests.size();
+    if (done)
+      for (const std::size_t i : plan.empty) done(i);
+    std::uint64_t requests = 0;
+    if (plan.direct) {
+      const IoPlan aligned = direct_part(plan);
+      write_plan(aligned, pieces, done);
+      requests = aligned.requests.size();
+    }
+    std::vector<std::size_t> others;
+    for (const IoRequest& request : plan.requests) {
+      if (request.direct) continue;
+      for (std::size_t i = 0; i < request.pieces; ++i)
+        if (others.empty() || others.back() != request.first_piece + i) others.push_back(request.first_piece + i);
+    }
+    return requests + write_unaligned(pieces, others, done);
   }
 
   void register_frames(std::span<std::byte> slab) {
@@ -126,7 +142,7 @@ class PageIo::Impl {
     out.direct_reads = direct_reads_;
     out.direct_writes = direct_writes_;
     out.depth = rings_ ? options_.depth : io_.threads();
-    out.memory_bytes = thread_bounce_;
+    out.memory_bytes = thread_bounce_ + staged_;
     if (rings_) {
       out.fixed_buffers = rings_->fixed();
       out.memory_bytes += rings_->memory_bytes();
@@ -256,16 +272,128 @@ class PageIo::Impl {
     }
   }
 
-  void write_plan(const IoPlan& plan, std::span<const IoPiece> pieces, const Done& done, bool direct) {
-    // A page of the page cache that a buffered write has filled must not be written back over what a direct write puts beside it:
-    // where both touch the same page they take turns, and the kernel writes dirty pages before a direct write looks.
+  // All direct, or all buffered because there is no direct I/O.
+  void write_plan(const IoPlan& plan, std::span<const IoPiece> pieces, const Done& done) {
+    // What ends inside a page of the page cache keeps away from those who may have that page there; see write_unaligned.
     std::shared_lock<std::shared_mutex> beside;
-    std::unique_lock<std::shared_mutex> alone;
-    if (plan.buffered && direct)
-      alone = std::unique_lock(blocks_);
-    else if (plan.shares_blocks)
-      beside = std::shared_lock(blocks_);
+    if (plan.shares_blocks) beside = std::shared_lock(blocks_);
     run({plan, pieces, /*write=*/true, done}, {});
+  }
+
+  // Part of an unaligned piece, itself no longer than fits the staging memory.
+  struct Slice {
+    std::uint64_t offset, bytes;
+    const std::byte* memory;
+    std::size_t piece;
+  };
+  // Slices that touch or share a sector, and where their hull lies in the staging memory.
+  struct Hull {
+    std::uint64_t begin, end;
+    std::byte* memory;
+    std::size_t first_slice, slices;
+  };
+
+  // Pieces that begin or end inside a sector: the rest of such sectors is read, and whole ones are written. One call at a time,
+  // because the other part of a sector may be of a page that another call writes. Through the page cache this would be a read for
+  // each edge, one after another. Only what ends at the end of the file goes that way, which must not grow by the rest of a
+  // sector.
+  std::uint64_t write_unaligned(std::span<const IoPiece> pieces, std::span<const std::size_t> which, const Done& done) {
+    const std::uint64_t unit = direct_->alignment().offset;
+    const std::unique_lock alone(blocks_);
+    if (staging_.size() == 0) staging_ = AlignedBuffer(kStagingBytes);
+    staged_ = staging_.size();
+    const std::uint64_t size = file_.size();
+    std::vector<Slice> slices;
+    std::vector<IoPiece> last;
+    std::vector<std::size_t> last_which;
+    std::vector<std::uint32_t> left(pieces.size(), 0);
+    for (const std::size_t i : which) {
+      const IoPiece& piece = pieces[i];
+      const std::uint64_t end = piece.offset + piece.bytes;
+      if (round_up(end, unit) > size) {
+        last.push_back(piece);
+        last_which.push_back(i);
+        continue;
+      }
+      for (std::uint64_t at = piece.offset; at < end; ++left[i]) {
+        const std::uint64_t next = std::min(end, round_down(at, unit) + kSliceBytes);
+        slices.push_back({at, next - at, piece.memory + (at - piece.offset), i});
+        at = next;
+      }
+    }
+    std::uint64_t requests = 0;
+    for (std::size_t next = 0; next < slices.size();) requests += write_staged(slices, next, left, done);
+    if (last.empty()) return requests;
+    const IoPlan plan = plan_writes(last, {}, file_.path());
+    const Done done_last = [&](std::size_t i) {
+      if (done) done(last_which[i]);
+    };
+    run({plan, last, /*write=*/true, done_last}, {});
+    return requests + plan.requests.size();
+  }
+
+  // As many slices from `next` on as the staging memory holds.
+  std::uint64_t write_staged(std::span<const Slice> slices, std::size_t& next, std::vector<std::uint32_t>& left,
+                             const Done& done) {
+    const std::uint64_t unit = direct_->alignment().offset;
+    std::vector<Hull> hulls;
+    std::vector<IoPiece> sectors;  // whose other part is wanted
+    bool tail_is_last = false;     // the last of them is there for the end of the last slice alone
+    std::uint64_t used = 0;
+    for (; next < slices.size(); ++next) {
+      const Slice& slice = slices[next];
+      const std::uint64_t slice_end = slice.offset + slice.bytes;
+      const std::uint64_t begin = round_down(slice.offset, unit);
+      const std::uint64_t end = round_up(slice_end, unit);
+      const bool joins = !hulls.empty() && begin <= hulls.back().end;
+      const std::uint64_t more = joins ? end - std::min(end, hulls.back().end) : end - begin;
+      if (more > staging_.size() - used) break;
+      if (!joins) hulls.push_back({begin, begin, staging_.data() + used, next, 0});
+      Hull& hull = hulls.back();
+      const bool follows = joins && slices[next - 1].offset + slices[next - 1].bytes == slice.offset;
+      hull.end = std::max(hull.end, end);
+      ++hull.slices;
+      used += more;
+      const auto want = [&](std::uint64_t sector) {
+        if (!sectors.empty() && sectors.back().offset == sector) return false;
+        sectors.push_back({sector, hull.memory + (sector - hull.begin), unit, unit});
+        return true;
+      };
+      if (slice.offset != begin) {
+        // Between two neighbours nothing is wanted.
+        if (!follows)
+          want(begin);
+        else if (tail_is_last)
+          sectors.pop_back();
+      }
+      tail_is_last = slice_end != end && want(end - unit);
+    }
+    std::uint64_t requests = 0;
+    const Done nothing;
+    if (!sectors.empty()) {
+      const IoPlan plan = plan_reads(sectors, direct_->alignment(), file_.path());
+      run({plan, sectors, /*write=*/false, nothing}, {});
+      requests += plan.requests.size();
+    }
+    std::vector<IoPiece> whole;
+    for (const Hull& hull : hulls) {
+      for (std::size_t i = hull.first_slice; i < hull.first_slice + hull.slices; ++i)
+        std::memcpy(hull.memory + (slices[i].offset - hull.begin), slices[i].memory, slices[i].bytes);
+      whole.push_back({hull.begin, hull.memory, hull.end - hull.begin, hull.end - hull.begin});
+    }
+    const IoPlan plan = plan_writes(whole, direct_->alignment(), file_.path());
+    std::mutex mutex;  // of `left`
+    const Done written = [&](std::size_t h) {
+      for (std::size_t i = hulls[h].first_slice; i < hulls[h].first_slice + hulls[h].slices; ++i) {
+        {
+          const std::lock_guard lock(mutex);
+          if (--left[slices[i].piece] != 0) continue;
+        }
+        if (done) done(slices[i].piece);
+      }
+    };
+    run({plan, whole, /*write=*/true, written}, {});
+    return requests + plan.requests.size();
   }
 
   void run(Batch batch, const Meanwhile& meanwhile) {
@@ -430,7 +558,9 @@ class PageIo::Impl {
   mutable std::mutex note_mutex_;
   std::string note_;
 
-  std::shared_mutex blocks_;  // pages of the page cache that direct writes share with buffered ones
+  std::shared_mutex blocks_;  // sectors and pages of the page cache that writes share
+  AlignedBuffer staging_;     // whoever has blocks_ alone
+  std::atomic<std::uint64_t> staged_{0};
   std::atomic<std::uint64_t> cached_{0};
   std::atomic<bool> cache_dirty_{false};
   std::mutex drop_mutex_;

@@ -222,6 +222,26 @@ TEST_P(PageIoWays, ALargeWriteAndAnEmptyOne) {
   all.add(4096, memory.size());
   io.read(all.get());
   all.expect_pattern();
+  // At an odd place, larger than what such writes are put together in, with a neighbour in its last sector and a gap behind that.
+  Pieces odd;
+  odd.add(777, 9U << 20);
+  odd.add(777 + (9U << 20), 10);
+  odd.add(777 + (9U << 20) + 20, 10);
+  file.resize(10U << 20);
+  for (const IoPiece& piece : odd.get())
+    for (std::uint64_t i = 0; i < piece.bytes; ++i) piece.memory[i] = pattern(piece.offset + i);
+  std::vector<std::atomic<int>> times(3);
+  io.write(odd.get(), [&](std::size_t i) { ++times[i]; });
+  for (const auto& count : times) EXPECT_EQ(count, 1);
+  odd.expect_pattern();
+  Pieces back;
+  back.add(777, (9U << 20) + 10);
+  back.add(777 + (9U << 20) + 20, 10);
+  io.read(back.get());
+  back.expect_pattern();
+  std::vector<std::byte> gap(10);
+  file.read(777 + (9U << 20) + 10, gap);
+  EXPECT_EQ(gap, std::vector<std::byte>(10, std::byte{0}));
 }
 
 TEST_P(PageIoWays, TheEndOfTheFileIsAnError) {
