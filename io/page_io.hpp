@@ -35,10 +35,10 @@ struct PageIoOptions {
 // How a file is read and written, what was refused and why, and what that took so far.
 struct PageIoReport {
   IoEngine engine = IoEngine::kThreads;
-  bool direct_reads = false, direct_writes = false;     // where alignment allows; bounce buffers make every read direct
+  bool direct_reads = false, direct_writes = false;     // whatever the alignment; but not what ends with the file
   bool fixed_buffers = false;                           // the registered frames are known to the kernel
   unsigned depth = 0;                                   // requests in flight of one call
-  std::uint64_t memory_bytes = 0;                       // rings and bounce buffers
+  std::uint64_t memory_bytes = 0;                       // rings, bounce buffers, staging of unaligned writes
   std::string note;                                     // "io_uring_setup: Operation not permitted"; empty: nothing was refused
   std::uint64_t read_requests = 0, write_requests = 0;  // made to the system, after merging; a copy from the mapping is none
   std::uint64_t bounced_bytes = 0;                      // read through bounce buffers
