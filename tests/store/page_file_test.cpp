@@ -109,7 +109,8 @@ TEST_P(PageFileTest, WrittenPagesAreReadAndOthersGenerated) {
   EXPECT_EQ(file_->counters().pages_read, some.size());
   EXPECT_EQ(file_->counters().pages_generated, 2 * pages - some.size());
   EXPECT_EQ(file_->counters().bytes_read, file_->counters().bytes_written);
-  EXPECT_LE(file_->counters().write_requests, some.size() + file_->counters().bytes_written / (256 << 10));
+  // An unaligned page may need its two edges first.
+  EXPECT_LE(file_->counters().write_requests, 3 * some.size() + file_->counters().bytes_written / (256 << 10));
   EXPECT_GT(file_->counters().write_requests, 0U);
   EXPECT_GT(file_->counters().read_nanoseconds, 0U);
   file_->sync();
