@@ -36,6 +36,8 @@ namespace {
 struct Arguments {
   std::string path = ".", size = "2GiB", rows, dim = "128", dtype = "float32", page_size = "4KiB", ids = "uniform";
   std::string batch = "65536", seconds = "3", threads = "0", depth = "128";
+  std::string io = "auto", replacement = "lru";
+  bool direct = false, buffered = false;
   OptimizerArguments optimizer;
 };
 
@@ -129,6 +131,18 @@ class Bench {
     const std::uint64_t depth = parse_count("--depth", arguments.depth);
     if (depth == 0 || depth > 4096) throw UsageError("--depth: must be 1 to 4096");
     depth_ = static_cast<unsigned>(depth);
+    try {
+      if (arguments.io != "auto") store_options_.io = parse_io_engine(arguments.io);
+    } catch (const InvalidArgument& error) {
+      throw UsageError(fmt::format("--io: {}", error.what()));
+    }
+    const auto replacement = parse_replacement(arguments.replacement);
+    if (!replacement)
+      throw UsageError(fmt::format("--replacement: '{}' is neither lru nor s3fifo", printable(arguments.replacement)));
+    store_options_.replacement = *replacement;
+    if (arguments.direct || arguments.buffered) store_options_.direct = arguments.direct;
+    store_options_.memory = common.memory;
+    store_options_.threads = threads_;
     const std::uint64_t size = parse_size_option("--size", arguments.size);
     options_.rows = 1;
     const Geometry one = check_table_options(options_);
@@ -190,15 +204,23 @@ class Bench {
     gather_warm(table);
     update(store, table);
     overlap(table);
+    const PageIoReport io = table.io_report();
+    json_["page_io"] = {{"engine", std::string(io_engine_name(io.engine))},
+                        {"direct_reads", io.direct_reads},
+                        {"direct_writes", io.direct_writes},
+                        {"fixed_buffers", io.fixed_buffers},
+                        {"depth", io.depth},
+                        {"note", json_text(io.note)}};
+    facts_.add("page I/O", fmt::format("{}, {} at a time, {} reads, {} writes{}{}", io_engine_name(io.engine), io.depth,
+                                       io.direct_reads ? "direct" : "buffered", io.direct_writes ? "direct" : "buffered",
+                                       io.note.empty() ? "" : "; ", printable(io.note)));
     const TableStats stats = table.stats();
     json_["table"]["frames"] = stats.frames;
     json_["table"]["memory"] = stats.memory_bytes;
     store.abandon();  // nobody wants the rows
   }
 
-  Store open(const std::filesystem::path& folder) const {
-    return Store::open(folder, StoreOptions{.memory = common_.memory, .threads = threads_});
-  }
+  Store open(const std::filesystem::path& folder) const { return Store::open(folder, store_options_); }
 
   void describe() {
     const std::uint64_t bytes = checked_mul(options_.rows, geometry_.stride, "table bytes");
@@ -445,6 +467,7 @@ class Bench {
   }
 
   Common common_;
+  StoreOptions store_options_;
   TableOptions options_;
   Geometry geometry_;
   std::string ids_text_;
@@ -514,6 +537,11 @@ void add_bench(CLI::App& app, Common& common, Action& chosen) {
   option("--seconds", arguments->seconds, "Time of each part, of ten or so (default 3)", "X");
   option("--threads", arguments->threads, "For copies and steps (default: what the process may use, at most 16)", "N");
   option("--depth", arguments->depth, "Reads in flight when the bare disk is measured (default 128)", "N");
+  option("--io", arguments->io, "How pages are read and written: auto (default), io_uring, threads or mapping", "NAME");
+  auto* direct =
+      command->add_flag("--direct", arguments->direct, "Past the page cache (default: where the file system allows it)");
+  command->add_flag("--no-direct", arguments->buffered, "Through the page cache")->excludes(direct);
+  option("--replacement", arguments->replacement, "What memory that is too small keeps: lru (default) or s3fifo", "NAME");
   arguments->optimizer.add_to(*command);
   finish_command(*command, common, chosen,
                  "  embermap bench /data --size 8GiB --memory 800MiB --ids zipf:1.05 --optimizer adagrad\n"

@@ -43,6 +43,7 @@ from rivals.worker import StoreDied, Worker
 
 ZIPF = "zipf:1.05"
 COLD_BATCHES = 4
+DD_MOST = 2 << 30  # bytes
 FAR = 1_000  # batches between those of one purpose and of the next
 
 
@@ -135,12 +136,18 @@ class Results:
         """Nothing yet."""
         self.cases: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.failed = False
 
     def note(self, text: str) -> None:
         """Something the reader must know."""
         if text not in self.notes:
             self.notes.append(text)
             print(f"  note: {text}", flush=True)
+
+    def fail(self, text: str) -> None:
+        """embermap could not be measured: the run goes on, and ends with exit status 1."""
+        self.failed = True
+        self.note(text)
 
     def add(self, entry: dict[str, Any]) -> None:
         """One store in one case."""
@@ -235,8 +242,15 @@ class Field:
         self.updated = False  # rows are no longer those of the content
 
     def stream(self, ids: str, seed: int = 1) -> workload.Stream:
-        """Batches for this table."""
-        return workload.Stream(self.shape.rows, self.shape.dim, ids, self.settings.batch, seed)
+        """Batches for this table, small enough for a batch's rows to fit beside the store."""
+        most = self.shape.memory // 4 // (3 * self.shape.dim * 4)
+        batch = min(self.settings.batch, 1 << max(6, most.bit_length() - 1))
+        if batch < self.settings.batch:
+            self.results.note(
+                f"dim {self.shape.dim}: batches of {batch:,} ids: gradients and results of larger "
+                "ones would not fit the memory of a process"
+            )
+        return workload.Stream(self.shape.rows, self.shape.dim, ids, batch, seed)
 
     def place(self, kind: type[stores.Rival]) -> Path:
         """Where a store's files lie."""
@@ -340,11 +354,12 @@ class Contest:
             return
         if known not in self.field.ways:
             settings = self.field.settings
+            stream = self.field.stream(case.ids)
             stream = workload.Stream(
                 self.field.shape.rows,
                 case.dim,
                 case.ids,
-                min(settings.batch, 8192),
+                min(stream.batch, 8192),
                 seed=5,
             )
             rates = {}
@@ -494,7 +509,7 @@ class Contest:
             for kind, found in self.each(case.name, timed).items():
                 rounds[kind].append(found)
             moved = rounds[stores.Embermap][-1]["bytes"]
-            found = dd_rate(table, min(moved, settings.size), write=write)
+            found = dd_rate(table, min(moved, DD_MOST), write=write)
             if found is not None:
                 disk.append(found)
         own = rounds[stores.Embermap]
@@ -603,13 +618,19 @@ def run_all(settings: Settings, results: Results) -> None:
         )
         try:
             for kinds in groups_of(settings.rivals):
-                run_group(field, kinds, cases, settings)
+                try:
+                    run_group(field, kinds, cases, settings)
+                except BenchError as error:  # the others are measured all the same
+                    results.fail(str(error))
         finally:
             stores.remove_data(field.folder)
     hot = [case for case in wanted if case.temperature == "hot"]
     if hot:
         print(f"All hot: {settings.hot_size / 2**20:,.0f} MiB, {settings.threads} threads")
-        run_hot(settings, results, hot)
+        try:
+            run_hot(settings, results, hot)
+        except BenchError as error:
+            results.fail(str(error))
 
 
 def groups_of(kinds: Sequence[type[stores.Rival]]) -> Iterator[list[type[stores.Rival]]]:
@@ -770,8 +791,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything in a folder that is gone at the end. Returns the results."""
+def measure(args: argparse.Namespace) -> bool:
+    """Run everything in a folder that is gone at the end; keep the results, also of a part.
+
+    Returns whether embermap was measured in all that was asked for.
+    """
     if importlib.util.find_spec("embermap") is None:
         raise BenchError("the package embermap is not installed for this Python: `make build`")
     results = Results()
@@ -779,7 +803,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     base = args.folder or Path(os.environ.get("TMPDIR") or "/var/tmp")
     size = args.size if args.rows is None else args.rows * 512
     memory = args.memory or max(size // 10, 64 << 20)
-    needed, free = int(2.4 * size) + args.hot_size, shutil.disk_usage(base).free
+    needed, free = (
+        int(2.6 * size) + args.hot_size + DD_MOST * (not args.quick),
+        shutil.disk_usage(base).free,
+    )
     if free < needed:
         raise BenchError(f"{base}: {needed >> 20} MiB are needed, {free >> 20} MiB are free")
     kind = confine.find_kind()
@@ -807,12 +834,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )
     if find_program() is None:
         results.note("no `embermap` program found: the bare speed of the disk is not measured")
-    began = time.monotonic()
-    try:
-        run_all(settings, results)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    return {
+    found: dict[str, Any] = {
         "machine": machine(base),
         "confinement": {"kind": kind.name, "text": kind.describe(), "memory": memory},
         "embermap_budget": stores.Embermap.budget(memory),
@@ -825,10 +847,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "threads": threads,
             "quick": args.quick,
         },
-        "minutes": (time.monotonic() - began) / 60,
         "notes": results.notes,
         "cases": results.cases,
     }
+    began = time.monotonic()
+    try:
+        run_all(settings, results)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        found["minutes"] = (time.monotonic() - began) / 60
+        if args.json is not None and results.cases:
+            partial = args.json.with_name(args.json.name + ".tmp")
+            partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            partial.replace(args.json)
+    return not results.failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -840,11 +872,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("stores: " + ", ".join(stores.ALL))
         return 0
     try:
-        found = measure(args)
-        if args.json is not None:
-            partial = args.json.with_name(args.json.name + ".tmp")
-            partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-            partial.replace(args.json)
+        if not measure(args):
+            print("out_of_core.py: error: not all could be measured", file=sys.stderr)
+            return 1
     except (BenchError, OSError) as error:
         print(f"out_of_core.py: error: {error}", file=sys.stderr)
         return 1

@@ -73,8 +73,8 @@ def _short(value: Any) -> Any:
     return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
-def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run one suite in a process of its own. Returns its results."""
+def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+    """Run one suite in a process of its own. Returns its results, and whether all went well."""
     out = folder / f"{suite}.json"
     command: list[str]
     if suite == "out_of_core":
@@ -107,15 +107,15 @@ def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> dict[str, A
     done = subprocess.run(
         command, stdout=subprocess.PIPE if capture else None, text=True, check=False
     )
-    # The n-gram run ends with 1 if memory went above its limit: what it measured counts.
-    if done.returncode != 0 and not (suite == "ngrams" and out.exists()):
+    # Memory above its limit, or a part that failed: what was measured counts, and is shown.
+    if done.returncode != 0 and (capture or not out.exists()):
         raise ReportError(f"{suite} ended with exit status {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout if capture else out.read_text(encoding="utf-8"))
     if done.returncode != 0:
         print(f"report.py: warning: {suite} ended with exit status {done.returncode}", flush=True)
     if capture:
         print(json.dumps(found["bare"], indent=1))
-    return found
+    return found, done.returncode == 0
 
 
 def find_program() -> str:
@@ -138,7 +138,7 @@ def parse_size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run suites, keep their results, draw. Returns 1 if a suite failed."""
+    """Run suites, keep their results, draw. Returns 1 if something failed."""
     path = file_of(args.out, args.name)
     results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     results["name"] = args.name
@@ -146,11 +146,12 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="embermap-report-") as folder:
         for suite in args.only or SUITES:
             try:
-                results[suite] = run_suite(suite, args, Path(folder))
+                results[suite], well = run_suite(suite, args, Path(folder))
             except (ReportError, OSError, ValueError) as error:
                 print(f"report.py: error: {error}", file=sys.stderr, flush=True)
                 failed = True
                 continue
+            failed |= not well
             save(path, results)
     if path.exists():
         draw(args.out)
@@ -602,6 +603,13 @@ def bench_text(machines: list[dict[str, Any]]) -> str:
             lambda b: (
                 f"{b['table']['written_rows']:,} x {b['table']['dim']} {b['table']['dtype']}, "
                 f"{b['settings']['ids']}"
+            ),
+        ),
+        (
+            "page I/O",
+            lambda b: (
+                f"{b['page_io']['engine']}, "
+                f"{'direct' if b['page_io']['direct_reads'] else 'buffered'}"
             ),
         ),
         ("gather, cold", lambda b: f"{b['gather_cold']['rows_per_second']:,.0f} rows/s"),

@@ -2,14 +2,15 @@
 // second.
 //
 // Axes: ids in a batch, dim (float32). "Hot": the budget holds every page. "Cold": it holds a tenth of them and ids are uniform,
-// so that nearly every page is read; the page cache has the file where memory allows, which `drop_caches` or a larger table takes
-// away. The store lies under TMPDIR (else /tmp): name a folder on the disk that is meant.
+// so that nearly every page is read; "in order" and "scan" go through all rows. Reads are direct where the file system allows it.
+// The store lies under TMPDIR (else /tmp): name a folder on the disk that is meant.
 #include <benchmark/benchmark.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <filesystem>
+#include <numeric>
 #include <random>
 #include <span>
 #include <string>
@@ -76,13 +77,19 @@ bool holds(const std::vector<std::int64_t>& ids, std::uint64_t dim, const std::v
   return true;
 }
 
+// A table of known rows, most of them in the file alone where `memory` is small.
+embermap::Table filled_table(embermap::Store& store, const Axes& axes, const embermap::Optimizer& optimizer = {}) {
+  auto table = store.create("t", {.rows = axes.rows, .dim = axes.dim, .optimizer = optimizer});
+  fill(table);
+  store.commit();
+  return table;
+}
+
 void gather(benchmark::State& state, std::uint64_t memory) {
   const Axes axes(state);
   const ScratchStore scratch;
   auto store = embermap::Store::open(scratch.path(), {.memory = memory});
-  auto table = store.create("t", {.rows = axes.rows, .dim = axes.dim});
-  fill(table);
-  store.commit();
+  auto table = filled_table(store, axes);
   std::vector<float> out(axes.ids * axes.dim);
   const auto bytes = std::as_writable_bytes(std::span(out));
   // Different ids each time: a repeated batch would be in the processor's cache.
@@ -104,10 +111,10 @@ void gather(benchmark::State& state, std::uint64_t memory) {
 void gather_hot(benchmark::State& state) { gather(state, 2 * kTableBytes); }
 void gather_cold(benchmark::State& state) { gather(state, kTableBytes / 10); }
 
-void update_adagrad_hot(benchmark::State& state) {
+void update_adagrad(benchmark::State& state, std::uint64_t memory) {
   const Axes axes(state);
   const ScratchStore scratch;
-  auto store = embermap::Store::open(scratch.path(), {.memory = 4 * kTableBytes});
+  auto store = embermap::Store::open(scratch.path(), {.memory = memory});
   auto table = store.create("t", {.rows = axes.rows, .dim = axes.dim, .optimizer = embermap::Adagrad{.lr = 0.5, .eps = 0}});
   const std::vector<float> grads(axes.ids * axes.dim, 1.0F);
   const auto bytes = std::as_bytes(std::span(grads));
@@ -125,6 +132,76 @@ void update_adagrad_hot(benchmark::State& state) {
   state.SetBytesProcessed(state.iterations() * axes.batch_bytes());
 }
 
+// Records take twice the weights.
+void update_adagrad_hot(benchmark::State& state) { update_adagrad(state, 4 * kTableBytes); }
+void update_adagrad_cold(benchmark::State& state) { update_adagrad(state, 2 * kTableBytes / 10); }
+
+// All rows in order, a MiB of them at a time: past the hot pages (read), and through them (scatter, with the commit at the end).
+constexpr std::uint64_t kRunBytes = 1_MiB;
+
+void scan(benchmark::State& state) {
+  const Axes axes(state);
+  const ScratchStore scratch;
+  auto store = embermap::Store::open(scratch.path(), {.memory = kTableBytes / 10});
+  auto table = filled_table(store, axes);
+  const std::uint64_t run = std::min(kRunBytes / (axes.dim * 4), axes.rows);
+  std::vector<float> out(run * axes.dim);
+  const auto read = [&](std::uint64_t first) {
+    const std::uint64_t count = std::min(run, axes.rows - first);
+    table.read(first, count, std::as_writable_bytes(std::span(out).first(count * axes.dim)));
+  };
+  const std::uint64_t middle = axes.rows / 2;
+  std::vector<std::int64_t> ids(std::min(run, axes.rows - middle));
+  std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(middle));
+  read(middle);
+  if (!holds(ids, axes.dim, out)) return state.SkipWithError("wrong rows: a time would mean nothing");
+  for (auto _ : state)
+    for (std::uint64_t first = 0; first < axes.rows; first += run) read(first);
+  state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(kTableBytes));
+}
+
+void scatter_in_order(benchmark::State& state) {
+  const Axes axes(state);
+  const ScratchStore scratch;
+  auto store = embermap::Store::open(scratch.path(), {.memory = kTableBytes / 10});
+  auto table = store.create("t", {.rows = axes.rows, .dim = axes.dim});
+  const std::uint64_t run = std::min(kRunBytes / (axes.dim * 4), axes.rows);
+  const std::vector<float> rows(run * axes.dim, 0.5F);
+  std::vector<std::int64_t> ids(run);
+  for (auto _ : state) {
+    for (std::uint64_t first = 0; first + run <= axes.rows; first += run) {
+      std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(first));
+      table.scatter(ids, std::as_bytes(std::span(rows)));
+    }
+    store.commit();
+  }
+  std::vector<float> out(rows.size());
+  table.gather(ids, std::as_writable_bytes(std::span(out)));
+  if (out != rows) return state.SkipWithError("wrong rows: the times mean nothing");
+  state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(axes.rows / run * run * axes.dim * 4));
+}
+
+// What a gather takes whose pages were prefetched before, and waited for: the reads, without the waiting.
+void gather_prefetched(benchmark::State& state) {
+  const Axes axes(state);
+  const ScratchStore scratch;
+  auto store = embermap::Store::open(scratch.path(), {.memory = kTableBytes / 2});
+  auto table = filled_table(store, axes);
+  std::vector<float> out(axes.ids * axes.dim);
+  const auto bytes = std::as_writable_bytes(std::span(out));
+  std::uint64_t seed = 0;
+  std::vector<std::int64_t> ids;
+  for (auto _ : state) {
+    state.PauseTiming();
+    ids = random_ids(axes.ids, axes.rows, ++seed);
+    table.prefetch(ids).wait();
+    state.ResumeTiming();
+    table.gather(ids, bytes);
+  }
+  if (!holds(ids, axes.dim, out)) return state.SkipWithError("wrong rows: the times mean nothing");
+  state.SetBytesProcessed(state.iterations() * axes.batch_bytes());
+}
+
 void create_billion_rows(benchmark::State& state) {
   for (auto _ : state) {
     const ScratchStore scratch;
@@ -138,6 +215,15 @@ const std::vector<std::vector<std::int64_t>> kAxes{{1'024, 131'072}, {16, 128}};
 BENCHMARK(gather_hot)->Name("tables/gather_hot")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
 BENCHMARK(gather_cold)->Name("tables/gather_cold")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
 BENCHMARK(update_adagrad_hot)->Name("tables/update_adagrad_hot")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(update_adagrad_cold)->Name("tables/update_adagrad_cold")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(gather_prefetched)->Name("tables/gather_prefetched")->Args({8'192, 128})->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(scan)->Name("tables/scan")->Args({0, 16})->Args({0, 128})->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(scatter_in_order)
+    ->Name("tables/scatter_in_order")
+    ->Args({0, 16})
+    ->Args({0, 128})
+    ->ArgNames({"ids", "dim"})
+    ->UseRealTime();
 BENCHMARK(create_billion_rows)->Name("tables/create_billion_rows")->Unit(benchmark::kMillisecond)->UseRealTime();
 
 }  // namespace

@@ -41,6 +41,7 @@ def check_rates(found: Any) -> None:
         ("--dtype", "int8", "--dim", "7", "--page-size", "64KiB"),
         ("--dtype", "bfloat16", "--optimizer", "adagrad", "--threads", "1"),
         ("--dim", "3000"),
+        ("--io", "threads", "--no-direct", "--replacement", "s3fifo"),
     ],
 )
 def test_every_part_is_measured_and_nothing_is_left(
@@ -69,10 +70,20 @@ def test_it_prints_a_table_for_people(cli: Embermap, tmp_path: Path) -> None:
         "gather, warm",
         "add",
         "prefetch",
+        "page I/O",
         "memory",
     ]
     assert list(tmp_path.iterdir()) == []
     assert cli.ok("bench", *SMALL, "--quiet", cwd=tmp_path).out == ""
+
+
+def test_the_way_of_page_io_can_be_chosen_and_is_reported(cli: Embermap, tmp_path: Path) -> None:
+    chosen = cli.ok("bench", tmp_path, *SMALL, "--io", "threads", "--no-direct", "--json").json
+    assert chosen["page_io"]["engine"] == "threads"
+    assert not chosen["page_io"]["direct_reads"]
+    found = cli.ok("bench", tmp_path, *SMALL, "--json").json["page_io"]
+    assert found["engine"] in ("io_uring", "threads", "mapping")
+    assert found["depth"] > 0
 
 
 def test_more_rows_than_are_written_take_no_disk(cli: Embermap, tmp_path: Path) -> None:
@@ -136,6 +147,9 @@ def test_what_cannot_be_measured_is_an_error(cli: Embermap, tmp_path: Path) -> N
         ("--page-size", "5000"),
         ("--dtype", "int8", "--optimizer", "adagrad"),
         ("--lr", "1"),
+        ("--io", "magic"),
+        ("--replacement", "magic"),
+        ("--direct", "--no-direct"),
     ],
 )
 def test_wrong_usage_exits_with_2(cli: Embermap, tmp_path: Path, options: tuple[str, ...]) -> None:

@@ -68,6 +68,7 @@ class Rival(ABC):
     name: str
     data: str  # stores of the same data share one file
     ways: tuple[str, ...] = ("plain",)
+    takes_batches_as_they_are = False  # finds distinct ids and sums gradients itself
 
     def __init__(self, folder: Path, shape: Shape, way: str) -> None:
         """Of the table in `folder`, made by `build` with the same shape."""
@@ -140,6 +141,7 @@ class Embermap(Rival):
 
     name = "embermap"
     data = "embermap"
+    takes_batches_as_they_are = True
 
     @classmethod
     def build(cls, folder: Path, shape: Shape) -> None:
@@ -604,6 +606,7 @@ class TorchMemory(Rival):
 
     name = "torch, in memory"
     data = "none"
+    takes_batches_as_they_are = True
 
     @classmethod
     def build(cls, folder: Path, shape: Shape) -> None:

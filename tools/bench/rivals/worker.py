@@ -189,11 +189,21 @@ class _Server:
         place = np.arange(len(ids))
         return np.asarray(self.store.gather(Batch(ids, none, ids, place, none))).copy()
 
+    def _batch(self, op: str, stream: Stream, number: int) -> Batch:
+        batch = stream.batch_of(
+            number,
+            grads=op == "update",
+            distinct=not self.store.takes_batches_as_they_are,
+        )
+        if not self.store.takes_batches_as_they_are:
+            batch.grads = batch.summed[:0]
+        return batch
+
     def warm(self, op: str, stream: Stream, first: int, count: int, seconds: float) -> int:
         """Untimed batches until `count` were done or the time is over. Returns how many."""
         began = time.perf_counter()
         for number in range(first, first + count):
-            batch = stream.batch_of(number, grads=op == "update")
+            batch = self._batch(op, stream, number)
             if op == "update":
                 self.store.update(batch)
             else:
@@ -211,7 +221,7 @@ class _Server:
         before = self.store.stats()
         times: list[float] = []
         for number in range(first, first + count):
-            batch = stream.batch_of(number, grads=op == "update")
+            batch = self._batch(op, stream, number)
             began = time.perf_counter()
             result = call(batch)
             times.append(time.perf_counter() - began)

@@ -135,21 +135,29 @@ class Stream:
             self._permute.append(Bijection(self.rows))
         return self._permute[0](zipf_ranks(self.rows, float(exponent), self.batch, rng))
 
-    def batch_of(self, number: int, *, grads: bool) -> Batch:
-        """Batch `number`; without gradients unless asked for."""
+    def batch_of(self, number: int, *, grads: bool, distinct: bool = True) -> Batch:
+        """Batch `number`; without gradients, or without the distinct ids, unless asked for.
+
+        What a store has no use for is not kept: its process has little memory.
+        """
         ids = self.ids_of(number)
-        distinct, place = np.unique(ids, return_inverse=True)
         none = np.empty((0, self.dim), np.float32)
+        given = self._grads(number, ids) if grads else none
+        if not distinct:
+            return Batch(ids, given, ids[:0], ids[:0], none)
+        unique, place = np.unique(ids, return_inverse=True)
         if not grads:
-            return Batch(ids, none, distinct, place, none)
+            return Batch(ids, none, unique, place, none)
+        order = np.argsort(place, kind="stable")
+        starts = np.searchsorted(place[order], np.arange(len(unique)))
+        summed = np.add.reduceat(given[order], starts, axis=0, dtype=np.float32)
+        return Batch(ids, given, unique, place, summed)
+
+    def _grads(self, number: int, ids: Ids) -> Rows:
         rng = np.random.default_rng([self.seed, number, 2])
         line = (rng.integers(-4, 5, 4096 + self.dim) / np.float32(8)).astype(np.float32)
         windows = np.lib.stride_tricks.sliding_window_view(line, self.dim)
-        given = np.ascontiguousarray(windows[ids % 4096])
-        order = np.argsort(place, kind="stable")
-        starts = np.searchsorted(place[order], np.arange(len(distinct)))
-        summed = np.add.reduceat(given[order], starts, axis=0, dtype=np.float32)
-        return Batch(ids, given, distinct, place, summed)
+        return np.ascontiguousarray(windows[ids % 4096])
 
 
 def batches_to_touch(stream: Stream, rows_per_page: int, pages: int, most: int) -> int:
