@@ -2,8 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "base/checked.hpp"
 
@@ -55,6 +57,16 @@ Json path_json(const std::filesystem::path& path) {
   std::string hex;
   for (const char c : path.native()) hex += fmt::format("{:02x}", static_cast<unsigned char>(c));
   return {{"hex", hex}};
+}
+
+std::array<std::pair<const char*, std::uint64_t*>, 7> counter_keys(TableCounters& counters) {
+  return {{{"hits", &counters.hits},
+           {"misses", &counters.misses},
+           {"evictions", &counters.evictions},
+           {"write_backs", &counters.write_backs},
+           {"bytes_read", &counters.bytes_read},
+           {"bytes_written", &counters.bytes_written},
+           {"commits", &counters.commits}}};
 }
 
 // Reads one object, key by key, each with its type; every error names file and key.
@@ -168,6 +180,12 @@ TableEntry read_table(const Reader& reader) {
           fmt::format("cannot have the byte_order 'big': that is for adopted files, and not for {}", dtype_name(entry.dtype)));
   }
 
+  if (reader.has("memory")) entry.memory = reader.integer("memory");
+  if (reader.has("counters")) {
+    const Reader counters = reader.object("counters");
+    for (const auto& [key, value] : counter_keys(entry.counters)) *value = counters.has(key) ? counters.integer(key) : 0;
+  }
+
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
   check_initializer(entry.init, entry.dtype);
   const Geometry& g = entry.geometry;
@@ -244,6 +262,10 @@ void Manifest::save(const std::filesystem::path& store, FileOps& ops) const {
              {"stride", entry.geometry.stride},
              {"rows_per_page", entry.geometry.rows_per_page},
              {"data_offset", entry.geometry.data_offset}};
+    if (entry.memory != 0) table["memory"] = entry.memory;
+    TableCounters counters = entry.counters;
+    if (counters != TableCounters{})
+      for (const auto& [key, value] : counter_keys(counters)) table["counters"][key] = *value;
     if (entry.adopted) {
       table["adopted"] = path_json(*entry.adopted);
       table["adopted_writable"] = entry.adopted_writable;

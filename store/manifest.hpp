@@ -14,6 +14,7 @@
 #include "store/geometry.hpp"
 #include "store/initializer.hpp"
 #include "store/schema.hpp"
+#include "store/table.hpp"
 
 namespace embermap {
 
@@ -29,6 +30,8 @@ struct TableEntry {
   std::uint64_t page_bytes = kMinPageBytes;  // the option, not the page's real size
   Geometry geometry;
   std::uint64_t step = 0;
+  std::uint64_t memory = 0;                      // bytes of the store's budget; 0: by size
+  TableCounters counters;                        // up to the commit
   std::optional<std::filesystem::path> adopted;  // the foreign file, absolute
   bool adopted_writable = false;
   bool big_endian = false;  // the foreign file's elements have their highest byte first

@@ -27,7 +27,12 @@ struct StoreOptions {
     kRead
   };
   Mode mode = Mode::kOpenOrCreate;
-  std::uint64_t memory = 1ULL << 30;  // bytes for hot pages, look-up tables, page bits and checksums of all tables together
+  // Bytes for all tables together: hot pages, what is kept of each page in memory, look-up tables, page bits, checksums; and a
+  // thirty-second of it, at most 16 MiB, for pages in flight (scans, imports, rings and bounce buffers of I/O). Not in it: what a
+  // call takes for its own batch, 12 to 40 bytes an id, and fixed costs (threads' stacks, up to some 200 KiB of rings a table),
+  // which is all that a budget of less than about 8 MiB may be exceeded by. Small tables get frames for all their pages, large
+  // ones share the rest by size, unless TableOptions::memory says otherwise.
+  std::uint64_t memory = 1ULL << 30;
   Replacement replacement = Replacement::kLru;  // what memory that is too small for a table keeps; see store/replacement.hpp
   bool write_behind = true;  // write dirty pages ahead of need, on a thread of the store's; false: when a miss needs their frames
   int device = -1;  // CUDA device whose kernels will use the hot pages; -1: none. Throws CudaError if there is no such device

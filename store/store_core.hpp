@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -93,6 +94,11 @@ struct StoreCore {
   void check_usable() const;
   // Calls `progress` if there is one.
   void report(const Progress& progress, std::uint64_t done, std::uint64_t total);
+  // Of the budget, for pages in flight: what scans, imports and appends keep in memory, and rings and bounce buffers of I/O.
+  static constexpr std::uint64_t transfer_bytes(std::uint64_t of_memory) noexcept {
+    return std::min<std::uint64_t>(of_memory / 32, 16ULL << 20);
+  }
+  std::uint64_t transfer_bytes() const noexcept { return transfer_bytes(memory); }
   // The kernels of a device. Throws CudaError if the store was opened for none or another.
   CudaEngine& engine(int on_device);
 

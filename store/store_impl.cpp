@@ -16,7 +16,6 @@ namespace embermap {
 namespace {
 
 constexpr std::string_view kLockName = "LOCK";
-constexpr std::uint64_t kImportBytes = 4U << 20;  // rows in flight of an import
 
 // Also true for a dangling symbolic link.
 bool is_there(const std::filesystem::path& path) {
@@ -232,6 +231,7 @@ TableEntry Store::Impl::new_entry(std::string_view name, const TableOptions& opt
   entry.init = options.init;
   entry.seed = options.seed;
   entry.page_bytes = options.page_bytes;
+  entry.memory = options.memory;
   entry.geometry =
       make_geometry(options.rows, schema.record_bytes(), schema.alignment(), schema.structured(), options.page_bytes);
   check_budget(name, entry);
@@ -325,10 +325,12 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
 
   const std::uint64_t source_row = options.dim * item_size(reader.dtype());
   const std::uint64_t weight = schema.fields()[0].bytes;
+  // Rows are in flight as the reader gives them, converted, and in pages.
+  const std::uint64_t import_bytes = core_->transfer_bytes() / 3;
   // Whole pages, and whole blocks of the reader where those are not much larger.
   const std::uint64_t page_rows_bytes = std::max(geometry.page_bytes(), source_row * geometry.rows_per_page);
-  std::uint64_t block_pages = std::max<std::uint64_t>(1, kImportBytes / page_rows_bytes);
-  if (reader.block_rows() <= 4 * kImportBytes / source_row)
+  std::uint64_t block_pages = std::max<std::uint64_t>(1, import_bytes / page_rows_bytes);
+  if (reader.block_rows() <= 4 * import_bytes / source_row)
     block_pages = std::max(block_pages, ceil_div(reader.block_rows(), geometry.rows_per_page));
   const std::uint64_t block_rows = std::min(block_pages * geometry.rows_per_page, std::max<std::uint64_t>(geometry.rows, 1));
   std::vector<std::byte> source(block_rows * source_row);
@@ -598,6 +600,19 @@ std::uint64_t Store::Impl::append(TableImpl& table, std::span<const std::byte> r
   return before;
 }
 
+void Store::Impl::set_memory(TableImpl& table, std::uint64_t bytes) {
+  const auto guard = lock();
+  const auto still = stand_still();
+  if (const auto found = tables_.find(table.name()); found == tables_.end() || found->second.get() != &table)
+    throw ClosedError(fmt::format("table '{}' was removed", printable(table.name())));
+  auto tables = manifest_.tables;
+  tables.at(table.name()).memory = bytes;
+  const auto shares = plan(core_->memory, core_->replacement, tables);
+  set_shares(shares);
+  table.set_memory(bytes);
+  manifest_.tables.at(table.name()).memory = bytes;
+}
+
 void Store::Impl::materialize(TableImpl& table, const Progress& progress) {
   const auto guard = lock();
   check_writable();
@@ -609,40 +624,67 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Repla
                                                      const std::map<std::string, TableEntry, std::less<>>& tables) {
   struct Need {
     std::string name;
-    std::uint64_t pages, frame, bits, want;
+    std::uint64_t pages, frame, bits, least, want, given;  // want: frames for all pages, and all checksums
   };
   std::vector<Need> needs;
-  std::uint64_t least = 0, bits = 0;
+  std::uint64_t least = 0;
   for (const auto& [name, entry] : tables) {
     const std::uint64_t pages = entry.geometry.pages();
     const std::uint64_t frame = entry.geometry.page_bytes() + frame_overhead(replacement);
-    needs.push_back({name, pages, frame, PageLedger::bits_bytes(pages), pages * frame + PageLedger::checksum_bytes(pages)});
-    bits += needs.back().bits;
-    least += needs.back().bits + (pages == 0 ? 0 : frame);
+    const std::uint64_t bits = PageLedger::bits_bytes(pages);
+    Need need{name, pages, frame, bits, bits + (pages == 0 ? 0 : frame), pages * frame + PageLedger::checksum_bytes(pages), 0};
+    if (entry.memory != 0) {
+      if (entry.memory < need.least)
+        throw BudgetError(fmt::format("memory {} of table '{}' is too small: one page of it and its page bits take {} bytes",
+                                      format_size(entry.memory), printable(name), need.least));
+      need.given = std::min(entry.memory, bits + need.want);
+    }
+    least += std::max(need.least, need.given);
+    needs.push_back(std::move(need));
   }
-  if (memory < least)
-    throw BudgetError(fmt::format("memory {} is too small for {} table{}: one page of each and the page bits take {} bytes",
-                                  format_size(memory), tables.size(), tables.size() == 1 ? "" : "s", least));
+  if (memory < least) {
+    // The largest first: they are what to change.
+    std::sort(needs.begin(), needs.end(),
+              [](const Need& a, const Need& b) { return std::max(a.least, a.given) > std::max(b.least, b.given); });
+    constexpr std::size_t kNamed = 4;
+    std::string names;
+    for (std::size_t i = 0; i < std::min(kNamed, needs.size()); ++i)
+      names += fmt::format("{}'{}' {}{}", i == 0 ? "" : ", ", printable(needs[i].name), std::max(needs[i].least, needs[i].given),
+                           needs[i].given != 0 ? " (its own memory)" : "");
+    if (needs.size() > kNamed) names += fmt::format(", {} more", needs.size() - kNamed);
+    throw BudgetError(fmt::format("memory {} is too small for {} table{}: one page of each and the page bits take {} bytes ({})",
+                                  format_size(memory), tables.size(), tables.size() == 1 ? "" : "s", least, names));
+  }
   // Small tables first: a table that takes no more than a quarter of an even share gets frames for all its pages. The others
-  // share the rest by size, each at least a page.
-  std::sort(needs.begin(), needs.end(), [](const Need& a, const Need& b) { return a.want < b.want; });
-  std::uint64_t left = memory - bits, want = 0, minima = 0;
+  // share the rest by size, each at least a page. Those with memory of their own come before all.
+  std::sort(needs.begin(), needs.end(),
+            [](const Need& a, const Need& b) { return std::pair(a.given == 0, a.want) < std::pair(b.given == 0, b.want); });
+  std::uint64_t left = memory - std::min(StoreCore::transfer_bytes(memory), memory - least), want = 0, minima = 0;
+  std::uint64_t open = 0;  // tables that share by size
   for (const Need& need : needs) {
+    left -= need.bits;
+    minima += need.given != 0 ? need.given - need.bits : need.least - need.bits;
+    if (need.given != 0) continue;
     want += need.want;
-    minima += need.pages == 0 ? 0 : need.frame;
+    ++open;
   }
   std::map<std::string, MemoryShare> shares;
-  for (std::size_t i = 0; i < needs.size(); ++i) {
-    const Need& need = needs[i];
-    minima -= need.pages == 0 ? 0 : need.frame;
+  for (const Need& need : needs) {
     std::uint64_t bytes = 0;
-    if (want <= left || need.want <= left / (4 * (needs.size() - i)))
-      bytes = need.want;
-    else
-      bytes = static_cast<std::uint64_t>(static_cast<long double>(left) * static_cast<long double>(need.want) /
-                                         static_cast<long double>(want));
-    bytes = std::min(bytes, left - minima);
-    if (need.pages != 0) bytes = std::max(bytes, need.frame);
+    if (need.given != 0) {
+      bytes = need.given - need.bits;
+      minima -= bytes;
+    } else {
+      minima -= need.least - need.bits;
+      if (want <= left || need.want <= left / (4 * open))
+        bytes = need.want;
+      else
+        bytes = static_cast<std::uint64_t>(static_cast<long double>(left) * static_cast<long double>(need.want) /
+                                           static_cast<long double>(want));
+      bytes = std::max(std::min(bytes, left - minima), need.least - need.bits);
+      want -= need.want;
+      --open;
+    }
     MemoryShare share{.bytes = bytes};
     // Checksums are kept while they take at most an eighth, so that every page read is verified at no extra I/O.
     const std::uint64_t sums = PageLedger::checksum_bytes(need.pages);
@@ -651,7 +693,6 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Repla
     share.frames = std::min<std::uint64_t>(share.frames, HotPages::kMaxFrames);
     shares.emplace(need.name, share);
     left -= bytes;
-    want -= need.want;
   }
   return shares;
 }

@@ -32,6 +32,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   std::uint64_t commit();
   void resize(TableImpl& table, std::uint64_t rows);
   std::uint64_t append(TableImpl& table, std::span<const std::byte> rows);
+  void set_memory(TableImpl& table, std::uint64_t bytes);
   void materialize(TableImpl& table, const Progress& progress);
   void close();
   void abandon() noexcept;
@@ -71,7 +72,8 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   std::uint64_t commit_locked(bool even_unchanged);
   std::uint64_t commit_still(bool even_unchanged);  // with all tables standing still
   void release() noexcept;
-  // Shares of the budget for these tables. Throws BudgetError naming the least that would do.
+  // Shares of the budget for these tables, less what is kept for pages in flight. Throws BudgetError naming the tables and the
+  // least that would do.
   static std::map<std::string, MemoryShare> plan(std::uint64_t memory, Replacement replacement,
                                                  const std::map<std::string, TableEntry, std::less<>>& tables);
   void apply(const std::map<std::string, MemoryShare>& shares);

@@ -18,6 +18,7 @@ Optimizer Table::optimizer() const { return impl_->entry().optimizer; }
 Initializer Table::initializer() const { return impl_->entry().init; }
 std::uint64_t Table::seed() const { return impl_->entry().seed; }
 std::uint64_t Table::page_bytes_option() const { return impl_->entry().page_bytes; }
+std::uint64_t Table::memory() const { return impl_->entry().memory; }
 std::uint64_t Table::step() const { return impl_->entry().step; }
 bool Table::writable() const { return impl_->writable(); }
 bool Table::big_endian() const { return impl_->entry().big_endian; }
@@ -61,11 +62,13 @@ void Table::write(std::uint64_t first, std::uint64_t count, std::span<const std:
 }
 
 std::uint64_t Table::append(std::span<const std::byte> rows) { return Store::Impl::of(*impl_->core())->append(*impl_, rows); }
+void Table::set_memory(std::uint64_t bytes) { Store::Impl::of(*impl_->core())->set_memory(*impl_, bytes); }
 void Table::resize(std::uint64_t rows) { Store::Impl::of(*impl_->core())->resize(*impl_, rows); }
 void Table::materialize(const Progress& progress) { Store::Impl::of(*impl_->core())->materialize(*impl_, progress); }
 VerifyReport Table::verify(const Progress& progress) { return impl_->verify(progress); }
 std::uint64_t Table::written_pages() const { return impl_->written_pages(); }
 PageIoReport Table::io_report() const { return impl_->io_report(); }
+TableCounters Table::counters() const { return impl_->counters(); }
 TableStats Table::stats() const { return impl_->stats(); }
 
 }  // namespace embermap

@@ -33,6 +33,15 @@ struct TableOptions {
   Initializer init = Zeros{};
   std::uint64_t seed = 0;
   std::uint64_t page_bytes = kMinPageBytes;  // a power of two, 4 KiB to 2 MiB
+  std::uint64_t memory = 0;                  // bytes of the store's budget for this table; 0: by size, see Store
+};
+
+// What happened to a table in all its sessions: what commits recorded, and this session since it began.
+struct TableCounters {
+  std::uint64_t hits = 0, misses = 0, evictions = 0, write_backs = 0;  // pages
+  std::uint64_t bytes_read = 0, bytes_written = 0;
+  std::uint64_t commits = 0;
+  bool operator==(const TableCounters&) const = default;
 };
 
 // Counters since the table was opened (pages, bytes) and the state of its hot pages now.
@@ -112,13 +121,18 @@ class Table {
   Initializer initializer() const;
   std::uint64_t seed() const;
   std::uint64_t page_bytes_option() const;
-  std::uint64_t step() const;  // updates so far
+  std::uint64_t memory() const;  // bytes of the store's budget set aside for it; 0: by size
+  std::uint64_t step() const;    // updates so far
   bool writable() const;
   bool adopted() const;     // a foreign file used in place
   bool big_endian() const;  // the adopted file's elements have their highest byte first; rows are native all the same
 
   // Changes the hyperparameters, not the kind nor the state fields; kept by the next commit.
   void set_optimizer(const Optimizer& optimizer);
+  // Bytes of the store's budget for this table (frames, look-up, page bits, checksums), what it cannot use going to the others;
+  // 0: by size. Takes effect at once; kept by the next commit. Throws BudgetError, with nothing changed, if it is too little for
+  // the table or leaves too little for the others.
+  void set_memory(std::uint64_t bytes);
 
   // out = ids.size() x dim elements of the field, C order.
   void gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field = "weight");
@@ -161,6 +175,7 @@ class Table {
   std::uint64_t written_pages() const;
 
   TableStats stats() const;
+  TableCounters counters() const;
   // How the table's file is read and written; finds out if nobody has used it yet (at most some dozen reads).
   PageIoReport io_report() const;
 

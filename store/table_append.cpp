@@ -7,17 +7,11 @@
 #include "store/table_impl.hpp"
 
 namespace embermap {
-namespace {
-
-constexpr std::uint64_t kFillBytes = 4U << 20;  // pages in flight
-
-}  // namespace
-
 void TableImpl::fill(std::uint64_t first, std::span<const std::byte> weights) {
   const Geometry& geometry = entry_.geometry;
   const std::uint64_t row_bytes = schema_.fields()[0].bytes;
   const std::uint64_t end = first + weights.size() / row_bytes;
-  const std::uint64_t step = std::max<std::uint64_t>(1, kFillBytes / geometry.page_bytes());
+  const std::uint64_t step = std::max<std::uint64_t>(1, core_->transfer_bytes() / geometry.page_bytes());
   const std::uint64_t end_page = geometry.page_of(end - 1) + 1;
   const AlignedBuffer memory(std::min(step, end_page - geometry.page_of(first)) * geometry.page_bytes());
   std::vector<PageBuffer> pages;

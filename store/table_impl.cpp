@@ -397,6 +397,12 @@ void TableImpl::set_optimizer(const Optimizer& optimizer) {
   entry_changed_ = true;
 }
 
+void TableImpl::set_memory(std::uint64_t bytes) {
+  if (entry_.memory == bytes) return;
+  entry_.memory = bytes;
+  entry_changed_ = true;
+}
+
 TableImpl::Alone TableImpl::stand_still() { return Alone(files_); }
 
 bool TableImpl::changed() const { return entry_changed_ || file_->ahead() || (hot_ && hot_->counts().dirty != 0); }
@@ -406,12 +412,17 @@ TableEntry TableImpl::flush_and_sync() {
   if (file_->ahead()) file_->sync();
   TableEntry entry = entry_;
   entry.step = step_.load();
+  entry.counters = counters_now();
+  ++entry.counters.commits;
   return entry;
 }
 
 bool TableImpl::ahead() const { return file_->ahead(); }
 
-void TableImpl::mark_committed() { entry_changed_ = false; }
+void TableImpl::mark_committed() {
+  entry_changed_ = false;
+  ++commits_;
+}
 
 void TableImpl::grow(std::uint64_t rows) {
   release_hot();
@@ -517,6 +528,29 @@ std::uint64_t TableImpl::written_pages() const {
 PageIoReport TableImpl::io_report() const {
   const auto lock = side_by_side();
   return file_->io_report();
+}
+
+TableCounters TableImpl::counters() const {
+  const auto lock = side_by_side();
+  return counters_now();
+}
+
+TableCounters TableImpl::counters_now() const {
+  HotPages::Counts counts;
+  {
+    const std::lock_guard hot_lock(hot_mutex_);
+    if (hot_) counts = hot_->counts();
+  }
+  const PageFile::Counters& file = file_->counters();
+  TableCounters sum = entry_.counters;  // of the sessions before
+  sum.hits += past_.hits + counts.hits;
+  sum.misses += past_.misses + counts.misses;
+  sum.evictions += past_.evictions + counts.evictions;
+  sum.write_backs += file.pages_written;
+  sum.bytes_read += file.bytes_read;
+  sum.bytes_written += file.bytes_written;
+  sum.commits += commits_;
+  return sum;
 }
 
 TableStats TableImpl::stats() const {

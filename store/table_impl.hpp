@@ -68,6 +68,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // For the store. `entry` members that change (rows, optimizer, step) are read by entry().
   TableEntry entry() const;
   void set_optimizer(const Optimizer& optimizer);
+  void set_memory(std::uint64_t bytes);  // what the entry says of it; set_share() makes it so
   // Keeps everybody else out while the lock lives: the commit of all tables is one moment. For the members up to set_share().
   std::unique_lock<FairSharedMutex> stand_still();
   bool changed() const;         // since the last mark_committed()
@@ -91,11 +92,13 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::filesystem::path data_path() const;
   bool writable() const noexcept { return core_->writable && writable_; }
   TableStats stats() const;
+  TableCounters counters() const;
   PageIoReport io_report() const;
   std::uint64_t written_pages() const;
   void check_open() const;
 
  private:
+  TableCounters counters_now() const;  // with files_ held
   using Shared = std::shared_lock<FairSharedMutex>;
   using Alone = std::unique_lock<FairSharedMutex>;
   // Lock files_ and check that the table is open. Throw ClosedError.
@@ -156,6 +159,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::atomic<bool> entry_changed_{false};
   std::unique_ptr<PageFile> file_;
   MemoryShare share_;
+  std::uint64_t commits_ = 0;  // of this session
   mutable std::mutex hot_mutex_;
   std::unique_ptr<HotPages> hot_;
   PinnedRange pinned_;  // of hot_'s slab: ends before it
