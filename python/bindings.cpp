@@ -15,7 +15,9 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdint>
 #include <exception>
 #include <filesystem>
@@ -143,7 +145,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 // --- store ----------------------------------------------------------------------------------------------------------
 
 Store open_store(const std::filesystem::path& path, std::string_view mode, std::uint64_t memory, int device, unsigned threads,
-                 bool accept_unclean) {
+                 bool accept_unclean, std::string_view io, std::optional<bool> direct, std::string_view policy) {
   StoreOptions options;
   if (mode == "a") {
     options.mode = StoreOptions::Mode::kOpenOrCreate;
@@ -158,25 +160,32 @@ Store open_store(const std::filesystem::path& path, std::string_view mode, std::
   options.device = device;
   options.threads = threads;
   options.accept_unclean = accept_unclean;
+  if (io != "auto") options.io = parse_io_engine(io);
+  options.direct = direct;
+  const std::optional<Replacement> replacement = parse_replacement(policy);
+  if (!replacement) throw InvalidArgument("policy '" + printable(policy) + "' is not one of 'lru', 's3fifo'");
+  options.replacement = *replacement;
   const nb::gil_scoped_release release;
   return Store::open(path, options);
 }
 
 Table create_table(Store& store, std::string_view name, std::uint64_t rows, std::uint64_t dim, std::string_view dtype,
-                   const Optimizer& optimizer, const Initializer& init, std::uint64_t seed, std::uint64_t page_bytes) {
+                   const Optimizer& optimizer, const Initializer& init, std::uint64_t seed, std::uint64_t page_bytes,
+                   std::uint64_t memory) {
   const TableOptions options{.rows = rows,
                              .dim = dim,
                              .dtype = parse_dtype(dtype),
                              .optimizer = optimizer,
                              .init = init,
                              .seed = seed,
-                             .page_bytes = page_bytes};
+                             .page_bytes = page_bytes,
+                             .memory = memory};
   const nb::gil_scoped_release release;
   return store.create(name, options);
 }
 
 Table import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const Optimizer& optimizer,
-                  std::uint64_t page_bytes, bool allow_external, const nb::object& callback) {
+                  std::uint64_t page_bytes, std::uint64_t memory, bool allow_external, const nb::object& callback) {
   const Location location = parse_location({source.c_str(), source.size()});
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
@@ -186,6 +195,7 @@ Table import_file(Store& store, std::string_view name, const nb::bytes& source, 
   options.dtype = wanted.value_or(reader->dtype());
   options.optimizer = optimizer;
   options.page_bytes = page_bytes;
+  options.memory = memory;
   return store.import(name, *reader, options, progress);
 }
 
@@ -209,9 +219,11 @@ std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::byte
 
 Report stats_of(const Table& table) {
   TableStats s;
+  PageIoReport io;
   {
     const nb::gil_scoped_release release;
     s = table.stats();
+    io = table.io_report();
   }
   Report out;
   out["hits"] = s.hits;
@@ -222,6 +234,9 @@ Report stats_of(const Table& table) {
   out["pages_generated"] = s.pages_generated;
   out["bytes_read"] = s.bytes_read;
   out["bytes_written"] = s.bytes_written;
+  out["read_requests"] = s.read_requests;
+  out["write_requests"] = s.write_requests;
+  out["seconds_waiting"] = s.seconds_waiting;
   out["rows_gathered"] = s.rows_gathered;
   out["rows_written"] = s.rows_written;
   out["frames"] = s.frames;
@@ -231,7 +246,51 @@ Report stats_of(const Table& table) {
   out["memory_bytes"] = s.memory_bytes;
   out["huge_pages"] = s.huge_pages;
   out["registered"] = s.registered;
+  out["whole"] = s.whole;
+  out["io_engine"] = io_engine_name(io.engine);
+  out["direct_reads"] = io.direct_reads;
+  out["direct_writes"] = io.direct_writes;
+  out["io_memory_bytes"] = io.memory_bytes;
+  out["io_note"] = io.note;
   return out;
+}
+
+Report counters_of(const Table& table) {
+  TableCounters c;
+  {
+    const nb::gil_scoped_release release;
+    c = table.counters();
+  }
+  Report out;
+  out["hits"] = c.hits;
+  out["misses"] = c.misses;
+  out["evictions"] = c.evictions;
+  out["write_backs"] = c.write_backs;
+  out["bytes_read"] = c.bytes_read;
+  out["bytes_written"] = c.bytes_written;
+  out["commits"] = c.commits;
+  return out;
+}
+
+// Waits in pieces, so that Ctrl-C is heard.
+bool wait_for(const Prefetch& prefetch, std::optional<double> timeout) {
+  using Clock = std::chrono::steady_clock;
+  constexpr std::chrono::nanoseconds kPiece = std::chrono::milliseconds(50);
+  constexpr double kForever = 1e9;  // seconds; what is more would overflow
+  std::optional<Clock::time_point> end;
+  if (timeout && *timeout < kForever)
+    end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(std::max(*timeout, 0.0)));
+  for (;;) {
+    const auto left = end ? std::max(*end - Clock::now(), Clock::duration::zero()) : kPiece;
+    bool ended = false;
+    {
+      const nb::gil_scoped_release release;
+      ended = prefetch.wait(std::min<std::chrono::nanoseconds>(left, kPiece));
+    }
+    if (ended) return true;
+    if (end && Clock::now() >= *end) return false;
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
 }
 
 Report verify(Table& table, const nb::object& callback) {
@@ -312,6 +371,10 @@ void bind_options(nb::module_& m) {
 
 void bind_table(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<Prefetch>(m, "Prefetch")
+      .def("cancel", &Prefetch::cancel, Release())
+      .def("wait", &wait_for, "timeout"_a.none())
+      .def("done", &Prefetch::done, Release());
   nb::class_<Table>(m, "Table")
       .def_prop_ro("name", [](const Table& t) { return std::string(t.name()); })
       .def_prop_ro("file", &Table::file, Release())
@@ -320,6 +383,8 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("dtype", [](const Table& t) { return std::string(dtype_name(t.dtype())); })
       .def_prop_ro("seed", &Table::seed, Release())
       .def_prop_ro("page_bytes_option", &Table::page_bytes_option, Release())
+      .def_prop_ro("memory", &Table::memory, Release())
+      .def("set_memory", &Table::set_memory, "memory"_a, Release())
       .def_prop_ro("step", &Table::step, Release())
       .def_prop_ro("writable", &Table::writable)
       .def_prop_ro("adopted", &Table::adopted, Release())
@@ -359,7 +424,7 @@ void bind_table(nb::module_& m) {
           },
           "ids"_a.noconvert(), "grads"_a.noconvert(), "grad_dtype"_a, "lr"_a.none(), Release())
       .def(
-          "prefetch", [](Table& t, const Ids& ids) { t.prefetch(ids_of(ids)); }, "ids"_a.noconvert(), Release())
+          "prefetch", [](Table& t, const Ids& ids) { return t.prefetch(ids_of(ids)); }, "ids"_a.noconvert(), Release())
       .def(
           "gather_device",
           [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t out, std::string_view field,
@@ -415,7 +480,8 @@ void bind_table(nb::module_& m) {
       .def("verify", &verify, "progress"_a.none())
       .def("export", &export_rows, "destination"_a, "field"_a, "overwrite"_a, "dtype"_a.none(), "gzip"_a.none(),
            "progress"_a.none())
-      .def("stats", &stats_of);
+      .def("stats", &stats_of)
+      .def("counters", &counters_of);
 }
 
 void bind_store(nb::module_& m) {
@@ -424,9 +490,9 @@ void bind_store(nb::module_& m) {
       .def_static(
           "open", &open_store,
           nb::sig(
-              "def open(path: str | os.PathLike[str], mode: str, memory: int, device: int, threads: int, accept_unclean: bool) "
-              "-> Store"),
-          "path"_a, "mode"_a, "memory"_a, "device"_a, "threads"_a, "accept_unclean"_a)
+              "def open(path: str | os.PathLike[str], mode: str, memory: int, device: int, threads: int, accept_unclean: bool, "
+              "io: str, direct: bool | None, policy: str) -> Store"),
+          "path"_a, "mode"_a, "memory"_a, "device"_a, "threads"_a, "accept_unclean"_a, "io"_a, "direct"_a.none(), "policy"_a)
       .def_prop_ro("path", &Store::path)
       .def_prop_ro("writable", &Store::writable)
       .def_prop_ro("commit_number", &Store::commit_number)
@@ -434,8 +500,8 @@ void bind_store(nb::module_& m) {
       .def_prop_ro("device", &Store::device)
       .def_prop_ro("closed", &Store::closed)
       .def("create", &create_table, "name"_a, "rows"_a, "dim"_a, "dtype"_a, "optimizer"_a.none(), "init"_a, "seed"_a,
-           "page_bytes"_a)
-      .def("import_file", &import_file, "name"_a, "source"_a, "dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a,
+           "page_bytes"_a, "memory"_a)
+      .def("import_file", &import_file, "name"_a, "source"_a, "dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a, "memory"_a,
            "allow_external"_a, "progress"_a.none())
       .def(
           "adopt",

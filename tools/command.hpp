@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -29,6 +30,8 @@ struct Common {
   bool quiet = false;
   std::string memory_text = "256MiB";
   std::uint64_t memory = 256_MiB;  // bounds buffers and hot pages; set from memory_text when the command runs
+  std::string io = "auto", policy = "lru";
+  std::optional<bool> direct = {};
 };
 
 // The command that was chosen: runs after the whole command line was parsed, returns the exit code.

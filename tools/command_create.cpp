@@ -11,12 +11,13 @@
 #include "tools/describe_store.hpp"
 #include "tools/new_table.hpp"
 #include "tools/paths.hpp"
+#include "tools/store_options.hpp"
 
 namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string table, rows, dim, dtype = "float32", init = "zeros", seed = "0", page_size = "4KiB";
+  std::string table, rows, dim, dtype = "float32", init = "zeros", seed = "0", page_size = "4KiB", memory;
   OptimizerArguments optimizer;
 };
 
@@ -30,9 +31,10 @@ int create(const Arguments& arguments, const Common& common) {
   options.init = parse_initializer(arguments.init);
   options.seed = parse_count("--seed", arguments.seed);
   options.page_bytes = parse_size_option("--page-size", arguments.page_size);
+  if (!arguments.memory.empty()) options.memory = parse_size_option("--table-memory", arguments.memory);
   check_table_options(options);
 
-  NewTable destination(path, common.memory);
+  NewTable destination(path, store_options(common, StoreOptions::Mode::kOpenOrCreate));
   const Table table = destination.store().create(path.table, options);
   Json json = table_json(table);
   json["store"] = json_text(path.store.native());
@@ -62,7 +64,10 @@ void add_create(CLI::App& app, Common& common, Action& chosen) {
   command->add_option("--seed", arguments->seed, "Seed of uniform and normal (default 0)")->type_name("N");
   command->add_option("--page-size", arguments->page_size, "Unit of disk access: a power of two from 4KiB (default) to 2MiB")
       ->type_name("SIZE");
+  command->add_option("--table-memory", arguments->memory, "What the table takes of a store's memory (default: by its size)")
+      ->type_name("SIZE");
   arguments->optimizer.add_to(*command);
+  add_store_options(*command, common);
   finish_command(
       *command, common, chosen,
       "  embermap create tables/items --rows 1e9 --dim 128 --optimizer adagrad --lr 0.05 --init normal:0:0.02 --seed 1\n"

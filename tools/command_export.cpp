@@ -11,6 +11,7 @@
 #include "tools/console.hpp"
 #include "tools/paths.hpp"
 #include "tools/progress.hpp"
+#include "tools/store_options.hpp"
 #include "tools/transfer.hpp"
 
 namespace embermap::tools {
@@ -24,12 +25,14 @@ struct Arguments {
 
 // Half of the memory is for hot pages. Where a store needs more to be opened it gets all: what its error names is then what the
 // user gave.
-Store open_within(const std::filesystem::path& path, std::uint64_t memory, bool accept_unclean) {
-  StoreOptions options{.mode = StoreOptions::Mode::kRead, .memory = memory / 2, .accept_unclean = accept_unclean};
+Store open_within(const std::filesystem::path& path, const Common& common, bool accept_unclean) {
+  StoreOptions options = store_options(common, StoreOptions::Mode::kRead);
+  options.memory = common.memory / 2;
+  options.accept_unclean = accept_unclean;
   try {
     return Store::open(path, options);
   } catch (const BudgetError&) {
-    options.memory = memory;
+    options.memory = common.memory;
     return Store::open(path, options);
   }
 }
@@ -42,7 +45,7 @@ int export_table(const Arguments& arguments, const Common& common) {
   if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
 
   const auto begin = std::chrono::steady_clock::now();
-  Store store = open_within(path.store, common.memory, arguments.accept_unclean);
+  Store store = open_within(path.store, common, arguments.accept_unclean);
   const Table table = store.table(path.table);
   if (same_file(table.file(), destination.file))
     throw InvalidArgument(fmt::format("{} is the file of the table {} itself; it is not replaced", printable(destination.file),
@@ -80,6 +83,7 @@ void add_export(CLI::App& app, Common& common, Action& chosen) {
   arguments->output.add_to(*command);
   command->add_flag("--accept-unclean", arguments->accept_unclean,
                     "Take rows as they are after a session that ended without commit");
+  add_store_options(*command, common);
   finish_command(*command, common, chosen,
                  "  embermap export tables/items items.npy\n"
                  "  embermap export tables/items:sum state.h5:/items/sum --gzip 4\n"

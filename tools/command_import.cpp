@@ -13,6 +13,7 @@
 #include "tools/new_table.hpp"
 #include "tools/paths.hpp"
 #include "tools/progress.hpp"
+#include "tools/store_options.hpp"
 #include "tools/transfer.hpp"
 
 namespace embermap::tools {
@@ -56,7 +57,7 @@ int adopt(const Arguments& arguments, const Common& common, const Location& sour
   require_regular_file(source.file);
 
   const auto begin = std::chrono::steady_clock::now();
-  NewTable destination(path, common.memory);
+  NewTable destination(path, store_options(common, StoreOptions::Mode::kOpenOrCreate));
   const Table table = destination.store().adopt(path.table, source.file, !arguments.read_only, dtype);
   TransferResult result{.source = arguments.source,
                         .destination = path.text(),
@@ -104,7 +105,9 @@ int import(const Arguments& arguments, const Common& common) {
                         .report = {},
                         .seconds = 0};
 
-  NewTable destination(path, common.memory / 2);
+  StoreOptions opening = store_options(common, StoreOptions::Mode::kOpenOrCreate);
+  opening.memory /= 2;
+  NewTable destination(path, opening);
   check_free_space(path.store, path.store / (path.table + ".npy"), geometry.file_bytes());
   Json extra;
   {
@@ -141,6 +144,7 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
   command->add_flag("--allow-external", arguments->allow_external,
                     "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
   arguments->optimizer.add_to(*command);
+  add_store_options(*command, common);
   finish_command(*command, common, chosen,
                  "  embermap import vectors.npy tables/items --optimizer adagrad --lr 0.05\n"
                  "  embermap import model.h5:/embeddings/words tables/words --dtype float16\n"

@@ -10,6 +10,7 @@
 #include "tools/describe_file.hpp"
 #include "tools/describe_store.hpp"
 #include "tools/paths.hpp"
+#include "tools/store_options.hpp"
 
 namespace embermap::tools {
 namespace {
@@ -58,10 +59,10 @@ int info(const std::string& path, const Common& common) {
     throw IoError(ENOENT, "open", path);
   }
   if (found.table.empty()) {
-    const Json description = describe_store(found.store, common.memory);
+    const Json description = describe_store(found.store, store_options(common, StoreOptions::Mode::kRead));
     show(common, description, store_text(description));
   } else {
-    const Json description = describe_table(found.store, found.table, common.memory);
+    const Json description = describe_table(found.store, found.table, store_options(common, StoreOptions::Mode::kRead));
     show(common, description, table_text(description));
   }
   return kDone;
@@ -73,6 +74,7 @@ void add_info(CLI::App& app, Common& common, Action& chosen) {
   auto* command = app.add_subcommand("info", "Show what a store, a table or a file holds, without reading its rows");
   auto path = std::make_shared<std::string>();
   command->add_option("PATH", *path, "STORE, STORE/TABLE, x.npy, x.npy:field, x.h5 or x.h5:/path/to/dataset")->required();
+  add_store_options(*command, common);
   finish_command(*command, common, chosen,
                  "  embermap info tables\n"
                  "  embermap info tables/items --json\n"

@@ -15,6 +15,7 @@
 #include "tools/describe_store.hpp"
 #include "tools/paths.hpp"
 #include "tools/progress.hpp"
+#include "tools/store_options.hpp"
 
 namespace embermap::tools {
 namespace {
@@ -24,7 +25,7 @@ struct Arguments {
 };
 
 Store open_writable(const std::filesystem::path& path, const Common& common) {
-  return Store::open(path, StoreOptions{.mode = StoreOptions::Mode::kReadWrite, .memory = common.memory});
+  return Store::open(path, store_options(common, StoreOptions::Mode::kReadWrite));
 }
 
 void commit_what_there_is(Store& store) noexcept {
@@ -78,7 +79,7 @@ int recover(const Arguments& arguments, const Common& common) {
   const TablePath path = find_store_or_table(arguments.path);
   if (!path.table.empty())
     throw UsageError(fmt::format("{} is a table; a store is recovered as a whole", printable(path.text())));
-  StoreOptions options{.mode = StoreOptions::Mode::kReadWrite, .memory = common.memory};
+  StoreOptions options = store_options(common, StoreOptions::Mode::kReadWrite);
   std::optional<std::string> reason;
   std::optional<Store> store;
   try {
@@ -152,6 +153,7 @@ CLI::App* add_command(CLI::App& app, Common& common, Action& chosen, const std::
                       int (*run)(const Arguments&, const Common&)) {
   auto* command = app.add_subcommand(name, help);
   command->add_option("PATH", arguments->path, path_help)->required();
+  add_store_options(*command, common);
   finish_command(*command, common, chosen, examples, [arguments, run](const Common& c) { return run(*arguments, c); });
   return command;
 }

@@ -11,6 +11,7 @@
 #include "tools/describe_store.hpp"
 #include "tools/paths.hpp"
 #include "tools/progress.hpp"
+#include "tools/store_options.hpp"
 
 namespace embermap::tools {
 namespace {
@@ -44,9 +45,9 @@ std::string row_ranges(const VerifyReport& report, std::size_t most) {
 
 int verify(const Arguments& arguments, const Common& common) {
   const TablePath path = find_store_or_table(arguments.path);
-  Store store = Store::open(
-      path.store,
-      StoreOptions{.mode = StoreOptions::Mode::kRead, .memory = common.memory, .accept_unclean = arguments.accept_unclean});
+  StoreOptions options = store_options(common, StoreOptions::Mode::kRead);
+  options.accept_unclean = arguments.accept_unclean;
+  Store store = Store::open(path.store, options);
   Json tables = Json::array();
   std::string text;
   std::uint64_t bad_pages = 0;
@@ -94,6 +95,7 @@ void add_verify(CLI::App& app, Common& common, Action& chosen) {
   auto arguments = std::make_shared<Arguments>();
   command->add_option("PATH", arguments->path, "STORE (all tables) or STORE/TABLE")->required();
   command->add_flag("--accept-unclean", arguments->accept_unclean, "Look at tables after a session that ended without commit");
+  add_store_options(*command, common);
   finish_command(*command, common, chosen,
                  "  embermap verify tables\n"
                  "  embermap verify tables/items --json",

@@ -71,14 +71,47 @@ Json initializer_json(const Initializer& init) {
   return json;
 }
 
+Json counters_json(const TableCounters& c) {
+  return {{"hits", c.hits},
+          {"misses", c.misses},
+          {"evictions", c.evictions},
+          {"write_backs", c.write_backs},
+          {"bytes_read", c.bytes_read},
+          {"bytes_written", c.bytes_written},
+          {"commits", c.commits}};
+}
+
+Json io_json(const PageIoReport& report) {
+  return {{"engine", io_engine_name(report.engine)},
+          {"direct_reads", report.direct_reads},
+          {"direct_writes", report.direct_writes},
+          {"note", json_text(report.note)}};
+}
+
+// "io_uring, direct" or "threads, through the page cache (io_uring_setup: Operation not permitted)".
+std::string io_text(const Json& io) {
+  const bool reads = io["direct_reads"].get<bool>(), writes = io["direct_writes"].get<bool>();
+  std::string text = io["engine"].get<std::string>();
+  text += reads && writes ? ", direct" : reads ? ", reads direct" : ", through the page cache";
+  if (const auto note = io["note"].get<std::string>(); !note.empty()) text += fmt::format(" ({})", note);
+  return text;
+}
+
+std::string counters_text(const Json& c) {
+  const auto number = [&](const char* key) { return c[key].get<std::uint64_t>(); };
+  return fmt::format("{} hits, {} misses, {} evictions, {} write-backs; {} read, {} written; {} commits", grouped(number("hits")),
+                     grouped(number("misses")), grouped(number("evictions")), grouped(number("write_backs")),
+                     format_size(number("bytes_read")), format_size(number("bytes_written")), grouped(number("commits")));
+}
+
 // A store opened to be looked at.
 struct Opened {
   Store store;
   bool uncommitted;  // pages were written after the last commit
 };
 
-Opened open_within(const std::filesystem::path& path, std::uint64_t memory) {
-  StoreOptions options{.mode = StoreOptions::Mode::kRead, .memory = memory, .threads = 1};
+Opened open_within(const std::filesystem::path& path, StoreOptions options) {
+  options.threads = 1;
   try {
     return {Store::open(path, options), false};
   } catch (const CorruptError&) {  // the tables may mix commits: no reason not to describe them
@@ -89,12 +122,12 @@ Opened open_within(const std::filesystem::path& path, std::uint64_t memory) {
 
 // No row is read, so that a budget too small for rows is none of the caller's business: the smallest that opens the store is
 // taken.
-Opened open_to_look(const std::filesystem::path& path, std::uint64_t memory) {
-  for (;; memory *= 2) {
+Opened open_to_look(const std::filesystem::path& path, StoreOptions options) {
+  for (;; options.memory *= 2) {
     try {
-      return open_within(path, memory);
+      return open_within(path, options);
     } catch (const BudgetError&) {
-      if (memory > std::numeric_limits<std::uint64_t>::max() / 2) throw;
+      if (options.memory > std::numeric_limits<std::uint64_t>::max() / 2) throw;
     }
   }
 }
@@ -147,6 +180,10 @@ void add_table_facts(Facts& facts, const Json& t) {
                                 grouped(t["rows_per_page"].get<std::uint64_t>()), grouped(t["stride"].get<std::uint64_t>())));
   facts.add("written", fmt::format("{} of {} pages ({:.4g} %)", grouped(t["written_pages"].get<std::uint64_t>()),
                                    grouped(t["pages"].get<std::uint64_t>()), t["materialised"].get<double>() * 100));
+  facts.add("so far", counters_text(t["counters"]));
+  if (!t["memory"].is_null()) facts.add("memory", format_size(t["memory"].get<std::uint64_t>()));
+  facts.add("i/o", io_text(t["io"]));
+  if (t["byte_order"] != "little") facts.add("byte order", t["byte_order"].get<std::string>() + "-endian in the file");
   facts.add("file", printable(t["file"].get<std::string>()) + (t["adopted"].get<bool>() ? " (used in place)" : ""));
   if (!t["file_bytes"].is_null())
     facts.add("size", fmt::format("{}, on disk {}", format_size(t["file_bytes"].get<std::uint64_t>()),
@@ -201,7 +238,10 @@ Json table_json(const Table& table) {
             {"written_pages", written},
             {"materialised", geometry.pages() == 0 ? 1.0 : static_cast<double>(written) / static_cast<double>(geometry.pages())},
             {"adopted", table.adopted()},
-            {"byte_order", table.big_endian() ? "big" : "little"}};
+            {"byte_order", table.big_endian() ? "big" : "little"},
+            {"memory", table.memory() == 0 ? Json(nullptr) : Json(table.memory())},
+            {"counters", counters_json(table.counters())},
+            {"io", io_json(table.io_report())}};
   json.update(size_json(table.file()));
   return json;
 }
@@ -216,8 +256,8 @@ std::vector<std::string> chosen_tables(Store& store, const std::string& name) {
   return {name};
 }
 
-Json describe_store(const std::filesystem::path& path, std::uint64_t memory) {
-  Opened opened = open_to_look(path, memory);
+Json describe_store(const std::filesystem::path& path, const StoreOptions& options) {
+  Opened opened = open_to_look(path, options);
   Json tables = Json::array();
   for (const std::string& name : opened.store.tables()) {
     try {
@@ -232,8 +272,8 @@ Json describe_store(const std::filesystem::path& path, std::uint64_t memory) {
   return json;
 }
 
-Json describe_table(const std::filesystem::path& store, const std::string& name, std::uint64_t memory) {
-  Opened opened = open_to_look(store, memory);
+Json describe_table(const std::filesystem::path& store, const std::string& name, const StoreOptions& options) {
+  Opened opened = open_to_look(store, options);
   Json json = table_json(opened.store.table(name));
   json["store"] = json_text(store.native());
   json.update(store_facts(store, opened));

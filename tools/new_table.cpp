@@ -25,7 +25,7 @@ Geometry check_table_options(const TableOptions& options) {
   }
 }
 
-NewTable::NewTable(const TablePath& path, std::uint64_t memory) : path_{path} {
+NewTable::NewTable(const TablePath& path, const StoreOptions& options) : path_{path} {
   struct stat status {};
   const bool there = lstat(path.store.c_str(), &status) == 0;
   if (!there && errno != ENOENT) throw IoError(errno, "open", path.store);
@@ -36,7 +36,7 @@ NewTable::NewTable(const TablePath& path, std::uint64_t memory) : path_{path} {
       throw InvalidArgument(fmt::format("{} would be a store in the own directory of the store {}; choose another place",
                                         printable(path.store), printable(outer)));
   try {
-    store_.emplace(Store::open(path.store, StoreOptions{.memory = memory}));
+    store_.emplace(Store::open(path.store, options));
     if (store_->contains(path.table))
       throw AlreadyExists(fmt::format("{} already exists; 'embermap remove' it first", printable(path.text())));
   } catch (...) {

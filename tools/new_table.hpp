@@ -18,7 +18,7 @@ class NewTable {
  public:
   // Throws AlreadyExists if the store has the table, or if STORE is something else than a store or an empty directory; whatever
   // Store::open throws.
-  NewTable(const TablePath& path, std::uint64_t memory);
+  NewTable(const TablePath& path, const StoreOptions& options);
   ~NewTable();
   NewTable(const NewTable&) = delete;
   NewTable& operator=(const NewTable&) = delete;

@@ -28,8 +28,9 @@ from ._errors import (
     RowIdError,
     StoreNotFoundError,
 )
+from ._prefetch import Prefetcher
 from ._store import Store, open  # noqa: A004
-from ._table import Table, TableView
+from ._table import Prefetch, Table, TableView
 
 if TYPE_CHECKING:
     from . import torch as torch
@@ -43,6 +44,8 @@ __all__ = [
     "FormatError",
     "LockedError",
     "NotFoundError",
+    "Prefetch",
+    "Prefetcher",
     "RowIdError",
     "Store",
     "StoreNotFoundError",

@@ -5,21 +5,28 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from . import _arrays, _checks, _core, _dtypes
 from . import init as initializers
 from . import optim as optimizers
 from ._errors import ForkError, NotFoundError, StoreNotFoundError
+from ._prefetch import HintServer
 from ._table import Progress, Table
 
 __all__ = ["Store", "open"]
 
 Mode = Literal["a", "r+", "r"]
+Io = Literal["auto", "io_uring", "threads", "mapping"]
+Policy = Literal["lru", "s3fifo"]
 
 
 class _Session:
@@ -32,7 +39,26 @@ class _Session:
         self.device = device
         self.process = os.getpid()
         self.forked = False
+        self.hints: HintServer | None = (
+            None  # takes ids from worker processes, if any were asked for
+        )
+        self.hints_lock = threading.Lock()
         _sessions.add(self)
+
+    def hint_address(self) -> str:
+        """Where worker processes send the ids of batches to come; opened with the first call."""
+        with self.hints_lock:
+            if self.hints is None:
+                self.hints = HintServer(self.prefetch)
+            return self.hints.address
+
+    def prefetch(self, table: str, ids: NDArray[np.int64]) -> None:
+        self.core.table(table).prefetch(ids)
+
+    def end_hints(self) -> None:
+        with self.hints_lock:
+            if self.hints is not None:
+                self.hints.close()
 
     def check(self) -> None:
         if self.forked:
@@ -55,6 +81,8 @@ def _after_fork_in_child() -> None:
     for session in list(_sessions):
         if not session.forked:
             session.forked = True
+            if session.hints is not None:
+                session.hints.forget_after_fork()
             session.core.forget_after_fork()
 
 
@@ -179,6 +207,7 @@ class Store:
         init: initializers.Initializer | None = None,
         seed: int = 0,
         page_bytes: int | str = 4096,
+        memory: int | str | None = None,
     ) -> Table:
         """Make a table. It takes no time and no disk whatever its size: rows come when touched.
 
@@ -192,6 +221,7 @@ class Store:
             init: one of `embermap.init`; None is zeros.
             seed: of the initial rows.
             page_bytes: unit of disk I/O and caching, a power of two from 4 KiB to 2 MiB.
+            memory: bytes of the store's memory for this table; None: by size. See `Table.memory`.
 
         The table is there for good when this returns, without a commit.
         Raises: FileExistsError, ValueError, TypeError, PermissionError (store read-only), OSError.
@@ -205,6 +235,7 @@ class Store:
             initializers._to_core(init),
             _checks.integer(seed, "seed", most=2**64 - 1),
             _checks.size(page_bytes, "page_bytes"),
+            _table_memory(memory),
         )
         return Table(self, handle)
 
@@ -215,6 +246,7 @@ class Store:
         *,
         optimizer: optimizers.Optimizer | None = None,
         page_bytes: int | str = 4096,
+        memory: int | str | None = None,
     ) -> Table:
         """Make a table with the rows of an array or CPU tensor of shape (rows, dim).
 
@@ -231,6 +263,7 @@ class Store:
             dtype=dtype,
             optimizer=optimizer,
             page_bytes=page_bytes,
+            memory=memory,
         )
         try:
             table[:] = array
@@ -247,6 +280,7 @@ class Store:
         dtype: Any = None,
         optimizer: optimizers.Optimizer | None = None,
         page_bytes: int | str = 4096,
+        memory: int | str | None = None,
         allow_external: bool = False,
         progress: Progress | None = None,
     ) -> Table:
@@ -261,7 +295,7 @@ class Store:
             dtype: convert to this dtype; None keeps the file's. Bytes that do not say what they
                 are (bfloat16 in a .npy) are taken as this.
             optimizer: one of `embermap.optim`; its state begins as in a new table.
-            page_bytes: as for create.
+            page_bytes, memory: as for create.
             allow_external: let an HDF5 file refer to raw files in its own folder.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables: they wait for this call to end.
@@ -275,6 +309,7 @@ class Store:
             None if dtype is None else _dtypes.dtype_name(dtype),
             optimizers._to_core(optimizer),
             _checks.size(page_bytes, "page_bytes"),
+            _table_memory(memory),
             bool(allow_external),
             progress,
         )
@@ -336,6 +371,23 @@ class Store:
         """
         self._live.remove(_table_name(name))
 
+    def stats(self) -> dict[str, Any]:
+        """What the tables did since the store was opened.
+
+        Returns {"memory": the budget, "memory_bytes": what is taken of it now, "tables": {name:
+        Table.stats()}, "total": sums over the tables}. A broken table is left out.
+        """
+        core = self._live
+        tables = {}
+        for name in core.tables():
+            try:
+                tables[name] = core.table(name).stats()
+            except (OSError, ValueError, KeyError):
+                continue  # broken, or removed just now
+        total = {key: sum(stats[key] for stats in tables.values()) for key in _SUMMED}
+        taken = total.pop("memory_bytes") + total["io_memory_bytes"]
+        return {"memory": core.memory, "memory_bytes": taken, "tables": tables, "total": total}
+
     # --- commits ----------------------------------------------------------------------------------
 
     def commit(self) -> int:
@@ -352,11 +404,13 @@ class Store:
         in a child that inherited the store by fork.
         """
         if not self._session.forked:
+            self._session.end_hints()
             self._session.core.close()
 
     def abandon(self) -> None:
         """Release everything without committing: what was not written stays unwritten."""
         if not self._session.forked:
+            self._session.end_hints()
             self._session.core.abandon()
 
     def __enter__(self) -> Store:
@@ -379,6 +433,37 @@ def _table_name(name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"the name of a table must be a string, not {name!r}")
     return name
+
+
+_SUMMED = (
+    "hits",
+    "misses",
+    "evictions",
+    "write_backs",
+    "pages_read",
+    "pages_generated",
+    "bytes_read",
+    "bytes_written",
+    "read_requests",
+    "write_requests",
+    "rows_gathered",
+    "rows_written",
+    "seconds_waiting",
+    "resident_pages",
+    "dirty_pages",
+    "memory_bytes",
+    "io_memory_bytes",
+)
+
+
+def _table_memory(memory: int | str | None) -> int:
+    """Bytes of a table's own share; 0: by size."""
+    if memory is None:
+        return 0
+    size = _checks.size(memory, "memory")
+    if size == 0:
+        raise ValueError("memory of a table must be more than 0 bytes; None shares by size")
+    return size
 
 
 def _device_number(device: object) -> int | None:
@@ -408,6 +493,9 @@ def open(  # noqa: A001
     device: Any = None,
     threads: int = 0,
     accept_unclean: bool = False,
+    io: Io = "auto",
+    direct: bool | None = None,
+    policy: Policy = "lru",
 ) -> Store:
     """Open a store: a directory of tables.
 
@@ -419,13 +507,27 @@ def open(  # noqa: A001
             before it opened for as long as no writer changes the store: pages are rewritten in
             place. Reading one that changed since raises CorruptError, which says so, where
             `memory` has room for the checksums of pages: open the store again.
-        memory: for the hot pages of all tables and what belongs to them: bytes, or "8GiB".
+        memory: bytes, or a text like "8GiB", for all tables together: their hot pages, what is kept
+            about each page in memory, look-up tables, page bits and checksums; and a
+            thirty-second of it, at most 16 MiB, for pages in flight (scans, imports, I/O). Small
+            tables are in memory as a whole, large ones share the rest by size; `create(memory=)`
+            and `Table.memory` set a table's share. BudgetError names the tables and the least that
+            would do. Not in it: the arrays of a call and what it keeps for its ids, 12 to 40 bytes
+            each; and fixed costs, such as threads and some 200 KiB of I/O rings a table, by which a
+            budget below about 8 MiB may be exceeded.
         device: CUDA device whose tensors tables take and give: "cuda", "cuda:1", a number, a
             torch.device; None: host memory only.
         threads: for copies and optimizer steps; 0 takes what the process may use, at most 16.
             I/O has 32 threads of its own.
         accept_unclean: take the tables as they are after a session that ended while it was writing
             pages, where they may hold a mix of the last commit and later rows.
+        io: how pages go between files and memory: "io_uring", "threads", "mapping"; "auto" chooses
+            for each file by a short probe. What the system refuses falls back; `Table.stats()`
+            tells what is used and why.
+        direct: past the page cache (O_DIRECT), or through it; None: past it where the file system
+            allows it.
+        policy: which pages stay in memory that is too small for all: "lru", the least recently used
+            batches go first, or "s3fifo", which keeps pages used again and again longer.
 
     Raises: StoreNotFoundError (a FileNotFoundError; modes "r+" and "r"), FormatError (not a store,
     a newer version, a broken manifest), LockedError (open for writing elsewhere, names the
@@ -435,6 +537,11 @@ def open(  # noqa: A001
     where = Path(os.fsdecode(path)).absolute()  # os.chdir() must not matter
     if mode not in ("a", "r+", "r"):
         raise ValueError(f'mode must be "a", "r+" or "r", not {mode!r}')
+    if direct is not None and not isinstance(direct, bool):
+        raise TypeError(f"direct must be True, False or None, not {direct!r}")
+    for value, name in ((io, "io"), (policy, "policy")):
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a string, not {value!r}")
     number = _device_number(device)
     arguments = (
         mode,
@@ -442,6 +549,9 @@ def open(  # noqa: A001
         -1 if number is None else number,
         _checks.integer(threads, "threads", most=4096),
         bool(accept_unclean),
+        io,
+        direct,
+        policy,
     )
     try:
         core = _core.Store.open(where, *arguments)

@@ -17,11 +17,12 @@ from . import _arrays, _checks, _core, _dtypes
 from . import init as initializers
 from . import optim as optimizers
 from ._errors import RowIdError
+from ._prefetch import Prefetcher
 
 if TYPE_CHECKING:
     from ._store import Store
 
-__all__ = ["Progress", "Table", "TableView"]
+__all__ = ["Prefetch", "Progress", "Table", "TableView"]
 
 Progress = Callable[[int, int], object]
 
@@ -138,6 +139,24 @@ class Table:
     def seed(self) -> int:
         """Seed of the initial rows."""
         return self._live.seed
+
+    @property
+    def memory(self) -> int | None:
+        """Bytes of the store's memory set aside for this table; None: it shares by size.
+
+        They cover its frames, look-up table, page bits and checksums; what it cannot use goes to
+        the others. Assigning bytes, a text like "256MiB", or None takes effect at once (all dirty
+        pages are written) and is kept by the next commit. BudgetError, and nothing changed, if it
+        is too little for the table or leaves too little for the others.
+        """
+        return self._live.memory or None
+
+    @memory.setter
+    def memory(self, memory: int | str | None) -> None:
+        size = 0 if memory is None else _checks.size(memory, "memory")
+        if size == 0 and memory is not None:
+            raise ValueError("memory of a table must be more than 0 bytes; None shares by size")
+        self._live.set_memory(size)
 
     @property
     def step(self) -> int:
@@ -286,14 +305,14 @@ class Table:
                 rate,
             )
 
-    def prefetch(self, ids: Any) -> None:
+    def prefetch(self, ids: Any) -> Prefetch:
         """Read the pages of these rows into memory, for a batch to come, while the caller goes on.
 
         A hint: at most half of the table's frames are filled, only the 4 newest calls of a store
         wait for their turn, and errors while reading are dropped: the call that needs the rows
-        meets them again.
+        meets them again. Ids that turn out not to be used cost the reading of their pages, no more.
 
-        Raises: RowIdError, TypeError.
+        Returns a handle, which may be ignored. Raises: RowIdError, TypeError.
         """
         core = self._live
         batch = self._ids(ids)
@@ -302,7 +321,35 @@ class Table:
             owner = batch.owner
             host = owner.cpu().numpy() if batch.library == "torch" else owner.get()
         with _Unsigned(batch):
-            core.prefetch(host)
+            return Prefetch(core.prefetch(host))
+
+    def prefetcher(self) -> Prefetcher:
+        """`prefetch` for worker processes, such as those of a DataLoader.
+
+        What it returns can be given to workers that are forked or spawned (it pickles to some
+        hundred bytes) and called there with the ids of a batch; they travel to this process, where
+        the pages are read while the batch is still on its way:
+
+            class Collate:
+                def __init__(self, table):
+                    self.prefetch = table.prefetcher()
+
+                def __call__(self, samples):
+                    ids = torch.tensor(samples)
+                    self.prefetch(ids)
+                    return ids
+
+            loader = DataLoader(dataset, batch_size=1024, num_workers=2, collate_fn=Collate(items))
+            for ids in loader:
+                rows = items.gather(ids)
+
+        Calls never wait: where ids come faster than they can be sent, the oldest are dropped. In
+        this process (num_workers=0) a call is `prefetch`. Bad ids raise RowIdError where they are
+        given; rows are counted when the prefetcher is made, so make it after a resize. When the
+        store is closed or this process ends, calls in workers do nothing. Linux only.
+        """
+        address = self._store._session.hint_address()
+        return Prefetcher(address, self._name, self._live.rows)
 
     # --- rows by place ----------------------------------------------------------------------------
 
@@ -477,16 +524,32 @@ class Table:
         report = self._live.verify(progress)
         return {"ok": report["bad_pages"] == 0, **report}
 
-    def stats(self) -> dict[str, int | bool]:
+    def stats(self) -> dict[str, Any]:
         """Counters since the table was opened, and the state of its hot pages now.
 
-        Pages: "hits", "misses" (a batch counts each of its pages once), "evictions",
-        "write_backs", "pages_read", "pages_generated", "resident_pages", "dirty_pages", "frames"
-        (0 before the first use). Bytes: "bytes_read", "bytes_written", "page_bytes",
-        "memory_bytes". Ids: "rows_gathered", "rows_written". Bools: "huge_pages", "registered"
-        (with CUDA).
+        Pages: "hits", "misses" (a batch counts each of its pages once, and so does a prefetch),
+        "evictions", "write_backs", "pages_read", "pages_generated", "resident_pages",
+        "dirty_pages", "frames" (0 before the first use). Bytes: "bytes_read", "bytes_written",
+        "page_bytes", "memory_bytes" (of the store's budget), "io_memory_bytes" (rings and bounce
+        buffers). Ids: "rows_gathered", "rows_written". Requests made to the system, neighbouring
+        pages sharing one: "read_requests", "write_requests". "seconds_waiting": calls waited for
+        the disk, added up over threads. Bools: "huge_pages", "registered" (with CUDA), "whole"
+        (all pages have a frame). How the file is read and written: "io_engine" ("io_uring",
+        "threads", "mapping"), "direct_reads", "direct_writes", and "io_note", what the system
+        refused and why.
+
+        Cheap, and free of row access; the first call of a table that nobody has used yet probes
+        its file.
         """
         return self._live.stats()
+
+    def counters(self) -> dict[str, int]:
+        """What happened to the table in all its sessions, as far as commits recorded it.
+
+        "hits", "misses", "evictions", "write_backs" (pages), "bytes_read", "bytes_written",
+        "commits"; this session's up to now are in it.
+        """
+        return self._live.counters()
 
     def export(
         self,
@@ -595,6 +658,34 @@ class Table:
         for at in range(0, len(target), block):
             part = np.ascontiguousarray(rows[at : at + block])
             core.write(target.start + at, part.shape[0], _arrays.flat_bytes(part), "weight")
+
+
+class Prefetch:
+    """What `Table.prefetch` began. It may be dropped: the reading goes on."""
+
+    __slots__ = ("_core",)
+
+    def __init__(self, core: _core.Prefetch) -> None:
+        # Not for callers: from Table.prefetch.
+        self._core = core
+
+    def cancel(self) -> None:
+        """Read nothing more of it than has been asked of the disk already. Returns at once."""
+        self._core.cancel()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, at most `timeout` seconds; whether it has.
+
+        It ends when its pages are read, and also when it is cancelled, given up or fails.
+        """
+        return self._core.wait(None if timeout is None else _checks.number(timeout, "timeout"))
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._core.done()
+
+    def __repr__(self) -> str:
+        return f"<embermap.Prefetch ({'done' if self.done() else 'at work'})>"
 
 
 class TableView:

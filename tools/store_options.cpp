@@ -1,0 +1,39 @@
+#include "tools/store_options.hpp"
+
+#include <fmt/format.h>
+
+#include "base/error.hpp"
+
+namespace embermap::tools {
+
+void add_store_options(CLI::App& command, Common& common) {
+  const std::string group = "Disk and memory";
+  command
+      .add_option("--io", common.io, "How pages are read and written: auto (default: a short probe), io_uring, threads, mapping")
+      ->type_name("NAME")
+      ->group(group);
+  command
+      .add_flag_function(
+          "--direct,!--no-direct", [&common](std::int64_t given) { common.direct = given > 0; },
+          "Past the page cache, or through it (default: past it where the file system allows it)")
+      ->group(group);
+  command.add_option("--policy", common.policy, "Which pages stay in memory: lru (default), s3fifo")
+      ->type_name("NAME")
+      ->group(group);
+}
+
+StoreOptions store_options(const Common& common, StoreOptions::Mode mode) {
+  StoreOptions options{.mode = mode, .memory = common.memory};
+  try {
+    if (common.io != "auto") options.io = parse_io_engine(common.io);
+  } catch (const InvalidArgument& error) {
+    throw UsageError(fmt::format("--io: {}, or auto", error.what()));
+  }
+  const auto policy = parse_replacement(common.policy);
+  if (!policy) throw UsageError(fmt::format("--policy: '{}' is none of lru, s3fifo", printable(common.policy)));
+  options.replacement = *policy;
+  options.direct = common.direct;
+  return options;
+}
+
+}  // namespace embermap::tools
