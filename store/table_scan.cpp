@@ -13,15 +13,15 @@
 namespace embermap {
 namespace {
 
-constexpr std::uint64_t kScanBytes = 8U << 20;  // pages of one step of a scan; two steps are in memory at a time
+constexpr std::uint64_t kScanBytes = 8U << 20;  // pages of one step of a scan, where the budget has that much for pages in flight
 
 // Scratch for the pages of one step of a scan.
 class ScanBuffer {
  public:
-  // For at most `most` pages.
-  ScanBuffer(const Geometry& geometry, std::uint64_t most)
+  // For at most `most` pages and `bytes` bytes, but one page at least.
+  ScanBuffer(const Geometry& geometry, std::uint64_t most, std::uint64_t bytes)
       : page_bytes_{geometry.page_bytes()},
-        pages_{std::max<std::uint64_t>(1, kScanBytes / page_bytes_)},
+        pages_{std::max<std::uint64_t>(1, std::min(kScanBytes, bytes) / page_bytes_)},
         memory_(std::min(pages_, std::max<std::uint64_t>(most, 1)) * page_bytes_) {
     pages_ = memory_.size() / page_bytes_;
   }
@@ -56,7 +56,7 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
   HotPages* const ready = hot_ready_.load(std::memory_order_acquire);
   // While the pages of one step are read, the rows of the step before are copied out.
   struct Step {
-    Step(const Geometry& geometry, std::uint64_t most) : scratch{geometry, most} {}
+    Step(const Geometry& geometry, std::uint64_t most, std::uint64_t bytes) : scratch{geometry, most, bytes} {}
     ScanBuffer scratch;
     std::vector<std::uint64_t> pages;
     std::vector<std::uint32_t> frames;
@@ -79,7 +79,8 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
     }
   };
   const std::uint64_t first_page = geometry.page_of(first);
-  Step steps[2]{Step(geometry, end_page - first_page), Step(geometry, end_page - first_page)};
+  const std::uint64_t half = core_->transfer_bytes() / 2;
+  Step steps[2]{Step(geometry, end_page - first_page, half), Step(geometry, end_page - first_page, half)};
   std::vector<PageBuffer> absent;
   std::uint64_t page = first_page;
   for (std::uint64_t number = 0; page < end_page || !steps[(number + 1) % 2].pages.empty(); ++number) {
@@ -111,7 +112,7 @@ void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const 
   if (count == 0) return;
   keep_checksums();
   const std::uint64_t end_page = geometry.page_of(first + count - 1) + 1;
-  ScanBuffer scratch(geometry, end_page - geometry.page_of(first));
+  ScanBuffer scratch(geometry, end_page - geometry.page_of(first), core_->transfer_bytes());
   std::vector<std::uint64_t> pages;
   std::vector<std::uint32_t> frames;
   std::vector<PageBuffer> reads, writes;
@@ -155,7 +156,7 @@ void TableImpl::materialize(const Progress& progress) {
   const auto lock = alone();
   check_writable();
   const Geometry& geometry = entry_.geometry;
-  ScanBuffer scratch(geometry, geometry.pages());
+  ScanBuffer scratch(geometry, geometry.pages(), core_->transfer_bytes());
   std::vector<PageBuffer> fresh;
   // Pages in memory that are dirty count as written once they are in the file.
   if (hot_) hot_->flush();
@@ -176,7 +177,7 @@ VerifyReport TableImpl::verify(const Progress& progress) {
   const PageLedger& ledger = file_->ledger();
   VerifyReport report;
   report.pages = geometry.pages();
-  ScanBuffer scratch(geometry, geometry.pages());
+  ScanBuffer scratch(geometry, geometry.pages(), core_->transfer_bytes());
   std::vector<std::uint32_t> recorded(scratch.pages());
   std::vector<std::uint32_t> found(scratch.pages());
   std::vector<bool> present(scratch.pages());
