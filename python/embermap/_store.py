@@ -512,7 +512,7 @@ def open(  # noqa: A001
             thirty-second of it, at most 16 MiB, for pages in flight (scans, imports, I/O). Small
             tables are in memory as a whole, large ones share the rest by size; `create(memory=)`
             and `Table.memory` set a table's share. BudgetError names the tables and the least that
-            would do. Not in it: the arrays of a call and what it keeps for its ids, 12 to 40 bytes
+            would do. Not in it: the arrays of a call and what it keeps for its ids, 20 to 50 bytes
             each; and fixed costs, such as threads and some 200 KiB of I/O rings a table, by which a
             budget below about 8 MiB may be exceeded.
         device: CUDA device whose tensors tables take and give: "cuda", "cuda:1", a number, a
