@@ -254,12 +254,11 @@ def test_export_over_the_file_in_use_is_refused(cli: Embermap, tmp_path: Path, n
     "array",
     [
         np.asfortranarray(random_rows(5, 4)),
-        random_rows(5, 4).astype(">f4"),
         np.zeros((5, 4), np.uint16),
         np.zeros(5, np.float32),
         np.zeros((5, 4), bool),
     ],
-    ids=["fortran", "big-endian", "uint16", "1-d", "bool"],
+    ids=["fortran", "uint16", "1-d", "bool"],
 )
 def test_in_place_refuses_what_info_says_it_will(
     cli: Embermap, tmp_path: Path, array: Array
