@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import shutil
 import subprocess
+import time
 from pathlib import Path
 
 import embermap as em
@@ -52,6 +53,16 @@ def mount(kind: str, scratch: Path, point: Path) -> None:
         run_or_skip("mount", "-o", "loop", image, point)
 
 
+def unmount(point: Path) -> None:
+    """Whatever used files there has let go of them, be it a moment later."""
+    for _ in range(100):
+        done = subprocess.run(["umount", point], capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"still in use after 10 s: {done.stderr}")
+
+
 @pytest.fixture(params=KINDS)
 def folder(request, tmp_path):
     """A folder on a file system of each kind."""
@@ -66,7 +77,7 @@ def folder(request, tmp_path):
     point = tmp_path / "mounted"
     mount(request.param, tmp_path, point)
     yield point
-    subprocess.run(["umount", point], check=True)
+    unmount(point)
 
 
 def test_a_store_lives_there(folder, tmp_path):
@@ -111,6 +122,10 @@ def test_a_full_disk_is_an_error_and_the_last_commit_stays(folder, tmp_path):
         assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
         assert store.tables() == ["t"]
         assert not list((folder / "s").glob("*big*"))
+        for _ in range(100):  # as above, so that the disk has its room again
+            if shutil.disk_usage(folder).free > 1 << 20:
+                break
+            time.sleep(0.1)
         table[500:] = 2
     with em.open(folder / "s", mode="r") as store:
         assert store["t"][:][:, 0].tolist() == [1] * 500 + [2] * 500
