@@ -39,7 +39,12 @@ Uring::Uring(const File& file, int direct_fd, unsigned depth) : file_{file}, fds
   memory_ = ring_.sq.ring_sz + ring_.sq.ring_entries * sizeof(io_uring_sqe);
 }
 
-Uring::~Uring() { io_uring_queue_exit(&ring_); }
+Uring::~Uring() {
+  // A ring that goes with files still registered keeps them open, in some kernels for good: what was deleted would keep its disk
+  // space, and a file system could not be unmounted. In a forked child they are the parent's.
+  if (fixed_files_ && ::getpid() == process_) io_uring_unregister_files(&ring_);
+  io_uring_queue_exit(&ring_);
+}
 
 bool Uring::register_frames(const FixedFrames& frames) {
   if (!frames_.slab.empty()) io_uring_unregister_buffers(&ring_);

@@ -64,6 +64,7 @@ class Uring {
   const File& file_;
   int fds_[2];
   bool fixed_files_ = false;
+  const pid_t process_ = ::getpid();
   unsigned depth_;
   bool broken_ = false;
   FixedFrames frames_;
