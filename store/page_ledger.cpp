@@ -150,6 +150,7 @@ std::uint64_t PageLedger::count_written() const {
 std::uint64_t PageLedger::next_written(std::uint64_t page) const {
   for (; page < pages_ && page % 64 != 0; ++page)
     if ((bits_[page / 8] >> (page % 8) & 1U) != 0) return page;
+  if (page >= pages_) return pages_;
   const std::uint64_t bytes = ceil_div(pages_, 8);
   std::uint64_t at = page / 8;
   for (std::uint64_t word = 0; at + 8 <= bytes; at += 8) {

@@ -134,6 +134,20 @@ TEST_F(PageLedgerTest, MarkedPagesAreFoundOneAfterAnother) {
     EXPECT_EQ(found(reopen()), expected);
     EXPECT_EQ(ledger.next_marked(ledger.pages() + 5), ledger.pages());
   }
+  // Whatever the number of pages, from every page on: the first written one that is not before it.
+  for (const std::uint64_t pages : {1U, 7U, 8U, 10U, 63U, 64U, 65U, 127U, 128U, 200U})
+    for (const std::uint64_t every : {1U, 3U, 50U}) {
+      std::filesystem::remove(file_);
+      PageLedger ledger = create(pages);
+      ledger.keep_checksums();
+      for (std::uint64_t page = 0; page < pages; page += every) ledger.record(page, 5);
+      for (std::uint64_t page = 0; page <= pages; ++page) {
+        const std::uint64_t next = ledger.next_marked(page);
+        ASSERT_GE(next, page) << pages << ", " << every;
+        ASSERT_LE(next, std::min(pages, (page + every - 1) / every * every)) << pages << ", " << every;
+      }
+      ASSERT_EQ(ledger.next_marked(pages), pages);
+    }
   // A checksum without its bit is marked too.
   std::filesystem::remove(file_);
   create(50'000'000);
