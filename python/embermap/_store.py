@@ -508,13 +508,13 @@ def open(  # noqa: A001
             place. Reading one that changed since raises CorruptError, which says so, where
             `memory` has room for the checksums of pages: open the store again.
         memory: bytes, or a text like "8GiB", for all tables together: their hot pages, what is kept
-            about each page in memory, look-up tables, page bits and checksums; and a
-            thirty-second of it, at most 16 MiB, for pages in flight (scans, imports, I/O). Small
-            tables are in memory as a whole, large ones share the rest by size; `create(memory=)`
-            and `Table.memory` set a table's share. BudgetError names the tables and the least that
+            about each page in memory, look-up tables, page bits and checksums; and a thirty-second
+            of it, at most 16 MiB, for pages in flight (scans, imports, appends). Small tables are
+            in memory as a whole, large ones share the rest by size; `create(memory=)` and
+            `Table.memory` set a table's share. BudgetError names the tables and the least that
             would do. Not in it: the arrays of a call and what it keeps for its ids, 20 to 50 bytes
-            each; and fixed costs, such as threads and some 200 KiB of I/O rings a table, by which a
-            budget below about 8 MiB may be exceeded.
+            each; threads; and buffers of I/O (`io_memory_bytes` of `Table.stats()`): some 100 KiB a
+            table, but several MiB for one whose pages are not multiples of 512 bytes.
         device: CUDA device whose tensors tables take and give: "cuda", "cuda:1", a number, a
             torch.device; None: host memory only.
         threads: for copies and optimizer steps; 0 takes what the process may use, at most 16.
