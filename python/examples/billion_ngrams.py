@@ -34,6 +34,7 @@ import math
 import mmap
 import re
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -677,11 +678,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--disk",
         type=parse_size,
-        default="12GiB",
+        default="4GiB",
         metavar="SIZE",
         help="use as much of the text as fits: a row of its own takes a page of the disk",
     )
-    add("--lr", type=positive, default=0.1, help="learning rate of Adagrad")
+    add("--lr", type=positive, default=0.05, help="learning rate of Adagrad")
     add("--seed", type=whole(0), default=1, help="of the rows and the words drawn at random")
     add("--store", type=Path, default=Path("ngrams-store"), metavar="DIR", help="folder to use")
     add("--keep", action="store_true", help="keep that folder when done")
@@ -694,6 +695,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example. Returns 0, 1 (failed, or memory above the limit), 130 (interrupted)."""
     args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
     try:
         if not run(args):
             print("billion_ngrams.py: error: memory went above its limit", file=sys.stderr)

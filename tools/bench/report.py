@@ -690,7 +690,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--cases", action="append", metavar="PATTERN", help="out_of_core: these cases")
     add("--rivals", action="append", metavar="NAME", help="out_of_core: these stores")
     add("--minutes", type=float, default=5.0, help="ngrams: how long to train (default 5)")
-    add("--disk", default="12GiB", help="ngrams: how much disk to use (default 12GiB)")
+    add("--disk", default="4GiB", help="ngrams: how much disk to use (default 4GiB)")
     add("--text", type=Path, help="ngrams: another text than the dictionary")
     commands.add_parser("draw", help="make page and plots from all results")
     return parser.parse_args(argv)

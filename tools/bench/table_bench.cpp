@@ -134,7 +134,7 @@ void update_adagrad(benchmark::State& state, std::uint64_t memory) {
 
 // Records take twice the weights.
 void update_adagrad_hot(benchmark::State& state) { update_adagrad(state, 4 * kTableBytes); }
-void update_adagrad_cold(benchmark::State& state) { update_adagrad(state, 2 * kTableBytes / 10); }
+void update_adagrad_cold(benchmark::State& state) { update_adagrad(state, kTableBytes / 10); }
 
 // All rows in order, a MiB of them at a time: past the hot pages (read), and through them (scatter, with the commit at the end).
 constexpr std::uint64_t kRunBytes = 1_MiB;
