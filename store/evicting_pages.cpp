@@ -4,6 +4,7 @@
 #include <bit>
 #include <chrono>
 #include <exception>
+#include <utility>
 
 #include "store/worker.hpp"
 
@@ -167,11 +168,11 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
   Lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return !closed_; });
-    const std::uint64_t batch = active_.begin();
+    std::uint64_t batch = active_.begin();
     // On any way out but the good one the batch is no longer at work.
     struct Ending {
       EvictingPages* pages;
-      std::uint64_t batch;
+      const std::uint64_t& batch;
       bool turn = false;
       ~Ending() {
         if (pages == nullptr) return;
@@ -204,7 +205,7 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     if (access == Access::kWrite)
       for (const std::uint32_t index : wanted.found) mark_dirty(index);
     if (!wanted.missing.empty()) {
-      make_room(wanted.missing.size(), lock);
+      make_room(wanted, batch, lock);
       take_frames(wanted, batch, access, reads, replaces);
       turn_taken_ = ending.turn = false;
       for (std::size_t i = 0; i < pages.size(); ++i) {
@@ -237,27 +238,36 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
   }
 }
 
-void EvictingPages::make_room(std::uint64_t wanted, Lock& lock) {
+void EvictingPages::make_room(const Wanted& wanted, std::uint64_t& batch, Lock& lock) {
+  const std::uint64_t needed = wanted.missing.size();
   bool strict = true;
   const auto begin = [&] {
-    if (free_.size() < wanted) policy_->begin_eviction(wanted - free_.size());
+    if (free_.size() < needed) policy_->begin_eviction(needed - free_.size());
   };
+  // Once this batch has had to wait for others, newcomers wait until it has its frames, also while it writes.
+  struct Closing {
+    EvictingPages& pages;
+    ~Closing() {
+      if (!std::exchange(pages.closed_, false)) return;
+      pages.changed_.notify_all();
+    }
+  } const closing{*this};
   begin();
-  while (free_.size() < wanted) {
+  while (free_.size() < needed) {
     const std::uint32_t index = policy_->victim(active_.oldest(), strict);
     if (index == kNoFrame && strict) {
       strict = false;
     } else if (index == kNoFrame) {
       // All that is left is in use, or being written. Those who use it need nothing from here to end.
       closed_ = true;
-      changed_.notify_all();
-      changed_.wait(lock);
-      closed_ = false;
-      changed_.notify_all();
+      if (active_.only(batch) && !active_.newest(batch))
+        renew(wanted, batch);
+      else
+        changed_.wait(lock);
     } else if (frames_[index].dirty) {
       // Write-behind did not come this far. One write of many pages costs little more than one of few.
       const std::uint64_t most = std::max<std::uint64_t>(16 * kRoundBytes / file_.geometry().page_bytes(), 1);
-      const std::uint64_t reach = std::max<std::uint64_t>(wanted - free_.size(), frames_.size() / 16);
+      const std::uint64_t reach = std::max<std::uint64_t>(needed - free_.size(), frames_.size() / 16);
       auto dirty = policy_->upcoming(std::min(reach, most), active_.oldest());
       dirty.push_back(index);
       keep_dirty(dirty);
@@ -269,6 +279,14 @@ void EvictingPages::make_room(std::uint64_t wanted, Lock& lock) {
     }
     begin();
   }
+}
+
+void EvictingPages::renew(const Wanted& wanted, std::uint64_t& batch) {
+  active_.end(batch);
+  batch = active_.begin();
+  policy_->begin_batch(batch);
+  for (const std::uint32_t index : wanted.found)
+    if (frames_[index].state != State::kFree) policy_->used(index, batch);  // free: its reading has failed
 }
 
 void EvictingPages::keep_dirty(std::vector<std::uint32_t>& frames) const {

@@ -1,6 +1,7 @@
 // Hot pages of a table larger than its share of memory: frames are given away to other pages.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -84,6 +85,11 @@ class EvictingPages final : public HotPages {
       }
     }
     std::uint64_t oldest() const noexcept { return first_; }  // the next one's number if there is none
+    // Whether this one, which is at work, is the only one that is; whether none began after it.
+    bool only(std::uint64_t batch) const noexcept {
+      return batch == first_ && std::find(done_.begin() + 1, done_.end(), false) == done_.end();
+    }
+    bool newest(std::uint64_t batch) const noexcept { return batch == first_ + done_.size() - 1; }
 
    private:
     std::deque<bool> done_;
@@ -109,8 +115,12 @@ class EvictingPages final : public HotPages {
                std::span<const std::uint8_t> replaced, std::uint64_t batch, Wanted& wanted);
   // Waits until the turn is free and nobody fills what `wanted` found filling.
   void wait_for_turn(const Wanted& wanted, Lock& lock);
-  // Frees frames, oldest first, until there are as many. Needs the turn. May let go of the lock.
-  void make_room(std::uint64_t frames, Lock& lock);
+  // Frees frames, oldest first, until there is one for each page that is missing. Needs the turn. May let go of the lock, and
+  // give the batch another number.
+  void make_room(const Wanted& wanted, std::uint64_t& batch, Lock& lock);
+  // Batches that came later, and have ended, used pages that were being written: as long as this one has an older number, those
+  // count as in use. It begins once more, as the newest.
+  void renew(const Wanted& wanted, std::uint64_t& batch);
   void take_frames(const Wanted& wanted, std::uint64_t batch, Access access, std::vector<std::uint32_t>& read,
                    std::vector<std::uint32_t>& replaced);
   std::exception_ptr fill(std::span<const std::uint32_t> frames, Lock& lock);

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
+#include <future>
 #include <list>
 #include <set>
 #include <thread>
@@ -23,6 +25,7 @@ using testing::ElementsAre;
 class FaultyOps final : public FileOps {
  public:
   std::atomic<bool> fail_reads{false}, fail_writes{false};
+  std::function<void()> before_write = [] {};
   ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
     return fail_reads ? (errno = EIO, -1) : FileOps::pread(fd, buffer, bytes, offset);
   }
@@ -30,9 +33,11 @@ class FaultyOps final : public FileOps {
     return fail_reads ? (errno = EIO, -1) : FileOps::preadv(fd, pieces, count, offset);
   }
   ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
+    before_write();
     return fail_writes ? (errno = ENOSPC, -1) : FileOps::pwrite(fd, buffer, bytes, offset);
   }
   ssize_t pwritev(int fd, const iovec* pieces, int count, off_t offset) override {
+    before_write();
     return fail_writes ? (errno = ENOSPC, -1) : FileOps::pwritev(fd, pieces, count, offset);
   }
 };
@@ -528,6 +533,33 @@ TEST_F(HotPagesTest, ALargeBatchGetsItsTurnAmongSmallOnes) {
   }
   stop = true;
   for (auto& thread : threads) thread.join();
+}
+
+// While a batch writes dirty pages to make room, later batches may use them. They have ended by the time it looks again, and must
+// not count as in use for ever.
+TEST_F(HotPagesTest, PagesUsedWhileTheyAreWrittenToMakeRoomGoAllTheSame) {
+  for (const auto replacement : {Replacement::kLru, Replacement::kS3Fifo}) {
+    EvictingPages hot(*file_, 4, pool_, nullptr, replacement);
+    use(hot, {0, 1, 2, 3}, Access::kWrite, 1);
+    std::promise<void> writing, used;
+    std::once_flag once;
+    ops_.before_write = [&] {
+      std::call_once(once, [&] {
+        writing.set_value();
+        used.get_future().wait();
+      });
+    };
+    auto large = std::async(std::launch::async, [&] { use(hot, {3, 10, 11, 12}); });
+    writing.get_future().wait();
+    use(hot, {0});
+    use(hot, {3, 1});
+    used.set_value();
+    large.get();
+    ops_.before_write = [] {};
+    EXPECT_THAT(resident(hot), testing::UnorderedElementsAre(3U, 10U, 11U, 12U));
+    use(hot, {0, 1, 2, 3}, Access::kWrite, -1);
+    hot.flush();
+  }
 }
 
 TEST_F(HotPagesTest, ATableThatFitsHasAFrameForEachPage) {
