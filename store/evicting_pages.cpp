@@ -11,8 +11,9 @@
 namespace embermap {
 namespace {
 
-constexpr std::size_t kSlotsAhead = 24;   // look-ups whose slot is on its way
-constexpr std::size_t kFramesAhead = 12;  // of those, look-ups whose frame is
+constexpr std::size_t kSlotsAhead = 24;     // look-ups whose slot is on its way
+constexpr std::size_t kFramesAhead = 12;    // of those, look-ups whose frame is
+constexpr std::uint64_t kFindGrain = 8192;  // look-ups of a thread at a time
 // Write-behind hands this many bytes to the file at a time: enough for the disk to be busy, short enough for whoever wants to
 // change one of the pages.
 constexpr std::uint64_t kRoundBytes = 4U << 20;
@@ -126,13 +127,21 @@ void EvictingPages::look_up(std::span<const std::uint64_t> pages, std::span<std:
   wanted.missing.clear();
   wanted.filling.clear();
   wanted.writing.clear();
+  // Finding changes nothing, so threads share it; whose use comes first is decided in the order of the batch.
+  compute_.parallel_for(pages.size(), kFindGrain, [&](std::uint64_t begin, std::uint64_t end) {
+    for (std::uint64_t i = begin; i < end; ++i) {
+      // Two steps ahead: first the slot, then the frame it names.
+      if (i + kSlotsAhead < end) lookup_.prefetch(pages[i + kSlotsAhead]);
+      if (i + kFramesAhead < end)
+        if (const std::uint32_t next = lookup_.guess(pages[i + kFramesAhead]); next != kAbsent)
+          __builtin_prefetch(&frames_[next]);
+      frame_of[i] = lookup_.find(pages[i]);
+    }
+  });
   for (std::size_t i = 0; i < pages.size(); ++i) {
-    // Two steps ahead: first the slot, then the frame it names.
-    if (i + kSlotsAhead < pages.size()) lookup_.prefetch(pages[i + kSlotsAhead]);
-    if (i + kFramesAhead < pages.size())
-      if (const std::uint32_t next = lookup_.guess(pages[i + kFramesAhead]); next != kAbsent) __builtin_prefetch(&frames_[next]);
-    const std::uint32_t index = lookup_.find(pages[i]);
-    frame_of[i] = index;
+    if (i + kFramesAhead < pages.size() && frame_of[i + kFramesAhead] != kAbsent)
+      __builtin_prefetch(&frames_[frame_of[i + kFramesAhead]], /*write=*/1);
+    const std::uint32_t index = frame_of[i];
     if (index == kAbsent) {
       if (wanted.missing.empty() || wanted.missing.back().page != pages[i])
         wanted.missing.push_back({pages[i], !replaced.empty() && replaced[i] != 0});
