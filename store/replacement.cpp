@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <utility>
 
 namespace embermap {
 namespace {
@@ -141,10 +142,16 @@ class S3Fifo final : public ReplacementPolicy {
     }
     small_left_ = small_.size();
     main_left_ = main_.size() * (kMostUses + 1);
+    moved_ = false;
   }
   std::uint32_t victim(std::uint64_t oldest, bool strict) noexcept override {
     // Nobody is met twice between two begin_eviction() but those whose uses are counted down.
-    while (small_left_ + main_left_ > 0) {
+    for (;;) {
+      if (small_left_ + main_left_ == 0) {
+        // Those that came over from small_ stand behind others, which may all have been in use: they are met once more.
+        if (!std::exchange(moved_, false)) return kNoFrame;
+        main_left_ = main_.size();
+      }
       const bool from_small = small_left_ > 0 && (small_.size() > small_target_ || main_left_ == 0);
       FrameQueue& queue = from_small ? small_ : main_;
       std::uint64_t& left = from_small ? small_left_ : main_left_;
@@ -164,12 +171,12 @@ class S3Fifo final : public ReplacementPolicy {
         main_.append(index);
         frame.uses = 0;
         ++main_left_;
+        moved_ = true;
       } else {
         --frame.uses;
         main_.append(index);
       }
     }
-    return kNoFrame;
   }
   std::vector<std::uint32_t> upcoming(std::uint64_t most, std::uint64_t oldest) override {
     std::vector<std::uint32_t> frames;
@@ -206,6 +213,7 @@ class S3Fifo final : public ReplacementPolicy {
   std::uint64_t batch_ = 0;
   std::uint64_t guard_ = 0;                       // batches before the last one that are spared
   std::uint64_t small_left_ = 0, main_left_ = 0;  // entries still to be met
+  bool moved_ = false;                            // some went from small_ to main_
   std::uint64_t recent_[kRecent] = {};            // frames whose last batch is that one
 };
 

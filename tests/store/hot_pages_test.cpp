@@ -3,10 +3,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <future>
 #include <list>
+#include <random>
 #include <set>
 #include <thread>
 
@@ -662,6 +664,51 @@ TEST_F(HotPagesTest, EveryPolicyGivesRightPages) {
 }
 
 // Skewed uses with one long scan in between: frequency keeps what recency loses.
+// A batch that is told there is none waits for others to end, and there may be no others.
+TEST(Replacement, FindsAVictimWheneverThereIsOne) {
+  for (const auto replacement : {Replacement::kLru, Replacement::kS3Fifo}) {
+    std::mt19937 random(5);
+    for (int round = 0; round < 2000; ++round) {
+      std::vector<Frame> frames(2 + random() % 12);
+      const auto policy = ReplacementPolicy::make(replacement, frames);
+      std::uint64_t next_page = 0;
+      for (std::uint64_t batch = 1; batch < 60; ++batch) {
+        policy->begin_batch(batch);
+        const std::uint64_t uses = random() % (3 * frames.size());
+        for (std::uint64_t i = 0; i < uses; ++i)
+          if (Frame& frame = frames[random() % frames.size()]; frame.state == Frame::State::kReady && frame.batch != batch)
+            policy->used(static_cast<std::uint32_t>(&frame - frames.data()), batch);
+        for (Frame& frame : frames) frame.scans = random() % 4 == 0 ? 1 : 0;
+        const auto in_use = static_cast<std::uint64_t>(std::count_if(frames.begin(), frames.end(), [&](const Frame& f) {
+          return f.state == Frame::State::kReady && !f.evictable(batch);
+        }));
+        const std::uint64_t missing = random() % (frames.size() - in_use + 1);
+        const auto is_free = [](const Frame& f) { return f.state == Frame::State::kFree; };
+        auto free = static_cast<std::uint64_t>(std::count_if(frames.begin(), frames.end(), is_free));
+        if (free < missing) policy->begin_eviction(missing - free);
+        for (bool strict = true; free < missing;) {
+          const std::uint32_t victim = policy->victim(batch, strict);
+          if (victim == kNoFrame) {
+            ASSERT_TRUE(strict) << replacement_name(replacement) << ", round " << round << ", batch " << batch;
+            strict = false;
+            policy->begin_eviction(missing - free);
+            continue;
+          }
+          ASSERT_TRUE(frames[victim].evictable(batch));
+          policy->removed(victim, /*evicted=*/true);
+          frames[victim].state = Frame::State::kFree;
+          ++free;
+        }
+        for (std::uint64_t i = 0; i < missing; ++i) {
+          const auto frame = std::find_if(frames.begin(), frames.end(), is_free);
+          *frame = {.page = next_page++ % 40, .batch = batch, .state = Frame::State::kReady, .promised = random() % 3 == 0};
+          policy->inserted(static_cast<std::uint32_t>(frame - frames.begin()));
+        }
+      }
+    }
+  }
+}
+
 TEST_F(HotPagesTest, S3FifoKeepsPopularPagesThroughAScan) {
   const auto misses_of = [&](Replacement replacement) {
     EvictingPages hot(*file_, 20, pool_, nullptr, replacement);
