@@ -157,7 +157,7 @@ std::uint64_t PageLedger::next_written(std::uint64_t page) const {
     std::memcpy(&word, bits_.get() + at, 8);
     if (word != 0) return std::min(pages_, at * 8 + static_cast<std::uint64_t>(std::countr_zero(word)));
   }
-  for (page = at * 8; page < pages_; ++page)
+  for (page = std::max(page, at * 8); page < pages_; ++page)  // never back: the table may end inside a byte
     if ((bits_[page / 8] >> (page % 8) & 1U) != 0) return page;
   return pages_;
 }

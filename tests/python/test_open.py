@@ -681,3 +681,24 @@ def test_an_adopted_table_whose_file_is_gone(path, tmp_path):
     with em.open(path) as store:
         store.remove("bad")
         assert store.tables() == ["t"]
+
+
+@pytest.mark.parametrize("pages", [2, 9, 10, 21, 100])
+def test_tables_whose_last_pages_nobody_wrote_are_verified_and_recovered(path, pages):
+    with em.open(path, memory="64KiB") as store:
+        table = store.create("t", rows=pages, dim=1024)
+        table[pages - 2] = 4  # the last page stays as it is
+        store.commit()
+        table[pages - 2] = 5
+        assert table.verify() == {
+            "ok": True,
+            "pages": pages,
+            "written": 1,
+            "verified": 1,
+            "bad_pages": 0,
+            "bad": [],
+        }
+        store.abandon()
+    with em.open(path, memory="64KiB", accept_unclean=True) as store:
+        assert store["t"].verify()["ok"]
+        assert store["t"][pages - 2, 0] == 5

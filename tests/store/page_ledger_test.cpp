@@ -45,6 +45,24 @@ TEST_F(PageLedgerTest, RemembersBitsAndChecksumsAcrossOpens) {
   }
 }
 
+TEST_F(PageLedgerTest, TheNextMarkedPageIsNeverBeforeTheOneAskedFor) {
+  for (const std::uint64_t pages : {1U, 7U, 8U, 9U, 10U, 21U, 63U, 64U, 65U, 130U, 200U}) {
+    for (const std::uint64_t marked : {std::uint64_t{0}, pages / 2, pages / 8 * 8, pages - 1}) {
+      if (marked >= pages) continue;
+      std::filesystem::remove(file_);
+      PageLedger ledger = create(pages);
+      ledger.keep_checksums();
+      ledger.record(marked, 5);
+      ledger.flush();
+      for (std::uint64_t page = 0; page <= pages; ++page) {
+        const std::uint64_t next = ledger.next_marked(page);
+        EXPECT_GE(next, page) << pages << " pages, " << marked << " marked";
+        if (page <= marked) EXPECT_LE(next, marked) << pages << " pages, from " << page;
+      }
+    }
+  }
+}
+
 TEST_F(PageLedgerTest, UnflushedChecksumsAreSeen) {
   PageLedger ledger = create(5000);
   ledger.record(4000, 77);
