@@ -663,7 +663,6 @@ TEST_F(HotPagesTest, EveryPolicyGivesRightPages) {
     }
 }
 
-// Skewed uses with one long scan in between: frequency keeps what recency loses.
 // A batch that is told there is none waits for others to end, and there may be no others.
 TEST(Replacement, FindsAVictimWheneverThereIsOne) {
   for (const auto replacement : {Replacement::kLru, Replacement::kS3Fifo}) {
@@ -709,6 +708,7 @@ TEST(Replacement, FindsAVictimWheneverThereIsOne) {
   }
 }
 
+// Skewed uses with one long scan in between: frequency keeps what recency loses.
 TEST_F(HotPagesTest, S3FifoKeepsPopularPagesThroughAScan) {
   const auto misses_of = [&](Replacement replacement) {
     EvictingPages hot(*file_, 20, pool_, nullptr, replacement);
