@@ -566,7 +566,7 @@ def ngrams_text(machines: list[dict[str, Any]]) -> str:
         return ""
     facts: list[tuple[str, Any]] = [
         ("rows x dim", lambda r: f"{r['rows']:,} x {r['dim']}"),
-        ("apparent size", lambda r: f"{r['apparent_bytes'] / 1e12:.3g} TB"),
+        ("apparent size", lambda r: f"{r['apparent_bytes'] / 1e9:,.0f} GB"),
         ("on disk at the end", lambda r: f"{r['disk_bytes'] / 1e9:.1f} GB"),
         ("created in", lambda r: f"{r['create_seconds']:.2f} s"),
         ("steps of rows", lambda r: f"{r['steps']:,} of {r['batch']:,}"),
@@ -659,7 +659,7 @@ def draw(folder: Path) -> None:
         text = text.replace("{" + name + "}", part or "")
     text = re.sub(r"\n{3,}", "\n\n", text)
     (folder / "benchmarks.md").write_text(text, encoding="utf-8")
-    print(f"Made {folder / 'benchmarks.md'} from the results of {len(machines)} machines")
+    print(f"Made {folder / 'benchmarks.md'} from {', '.join(m['name'] for m in machines)}")
 
 
 # --- command line ---------------------------------------------------------------------------------
