@@ -227,12 +227,13 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
         std::rethrow_exception(failure);
       }
     }
-    // Pages that another batch is reading just now. If that fails, this batch tries for itself.
+    // Pages that another batch is reading just now. If that fails, this batch tries for itself; also where a third one has read
+    // the page into the same frame since, which took this batch's mark off it.
     bool retry = false;
     for (const auto& [index, page] : wanted.filling) {
       const Frame& frame = frames_[index];
       changed_.wait(lock, [&] { return frame.page != page || frame.state != State::kFilling; });
-      retry = retry || frame.page != page || frame.state != State::kReady;
+      retry = retry || frame.page != page || frame.state != State::kReady || (access == Access::kWrite && !frame.dirty);
     }
     if (retry) {
       for (const std::uint32_t index : replaces) forget(index, /*evicted=*/false);

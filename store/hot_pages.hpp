@@ -27,7 +27,7 @@ enum class Access : std::uint8_t {
 
 // Thread safety: all members may be called from several threads. Residency is decided under one lock; reading misses and copying
 // rows happen outside it, with the pages held. Whoever writes into frames must hold them with Access::kWrite and keep other users
-// of the same rows away (the table's lock does); flush() needs the absence of writers. A thread that has a Hold must not ask for
+// of the same rows away (the table's lock does); flush() runs without other calls. A thread that has a Hold must not ask for
 // another one.
 class HotPages {
  public:
@@ -46,7 +46,8 @@ class HotPages {
         : owner_{std::exchange(other.owner_, nullptr)},
           ticket_{other.ticket_},
           pages_{other.pages_},
-          frames_{std::move(other.frames_)} {}
+          frames_{std::move(other.frames_)},
+          replaced_{other.replaced_} {}
     Hold& operator=(Hold&&) = delete;
     ~Hold() {
       if (owner_ != nullptr) owner_->release(*this);

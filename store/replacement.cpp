@@ -33,7 +33,7 @@ class Lru final : public ReplacementPolicy {
     for (std::uint32_t at = queue_.begin(); at < queue_.end() && frames.size() < most; ++at) {
       const std::uint32_t index = queue_.at(at);
       if (index == kNoFrame) continue;
-      if (frames_[index].batch >= oldest) break;  // and so are all behind it
+      if (frames_[index].batch >= oldest) break;  // and so are nearly all behind it
       if (frames_[index].evictable(oldest)) frames.push_back(index);
     }
     return frames;

@@ -251,6 +251,8 @@ void TableImpl::change(Shared lock, std::span<const std::int64_t> ids, const Bat
       change.body(0, passes.records());
       hold.replaced();
       change.done();
+      // Before rows_ is let go: until its hold ends, scans take a replaced page from the file, which has the rows before.
+      { const auto ended = std::move(hold); }
       return;
     }
   }

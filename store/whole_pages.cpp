@@ -109,7 +109,8 @@ std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::v
     for (const PageBuffer& page : reads) {
       if (failure != nullptr) {
         --resident_;
-        if (access == Access::kWrite && dirty_[page.page].exchange(0) != 0) --dirty_count_;
+        // Whoever's mark it is: a batch that still wants the page marks it again, and nothing is in it for a flush to write.
+        if (dirty_[page.page].exchange(0) != 0) --dirty_count_;
       }
       state_[page.page].store(failure != nullptr ? kMissing : kReady, std::memory_order_release);
     }

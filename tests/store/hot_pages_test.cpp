@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <functional>
 #include <future>
@@ -23,16 +24,19 @@ namespace {
 
 using testing::ElementsAre;
 
-// Fails reads or writes of one byte range when told to.
+// Fails reads or writes when told to, and keeps reads from one offset waiting.
 class FaultyOps final : public FileOps {
  public:
   std::atomic<bool> fail_reads{false}, fail_writes{false};
   std::function<void()> before_write = [] {};
+  std::atomic<unsigned> fail_one_of{0};  // reads; 0: none
+  std::atomic<off_t> waiting_offset{-1};
+  std::atomic<bool> waits{false};  // one is there
   ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
-    return fail_reads ? (errno = EIO, -1) : FileOps::pread(fd, buffer, bytes, offset);
+    return fails(offset) ? (errno = EIO, -1) : FileOps::pread(fd, buffer, bytes, offset);
   }
   ssize_t preadv(int fd, const iovec* pieces, int count, off_t offset) override {
-    return fail_reads ? (errno = EIO, -1) : FileOps::preadv(fd, pieces, count, offset);
+    return fails(offset) ? (errno = EIO, -1) : FileOps::preadv(fd, pieces, count, offset);
   }
   ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
     before_write();
@@ -42,6 +46,17 @@ class FaultyOps final : public FileOps {
     before_write();
     return fail_writes ? (errno = ENOSPC, -1) : FileOps::pwritev(fd, pieces, count, offset);
   }
+
+ private:
+  bool fails(off_t offset) {
+    while (waiting_offset == offset) {
+      waits = true;
+      std::this_thread::yield();
+    }
+    const unsigned one_of = fail_one_of;
+    return fail_reads || (one_of != 0 && ++reads_ % one_of == 0);
+  }
+  std::atomic<unsigned> reads_{0};
 };
 
 // A table of one 4 KiB record a page: row r begins as all r.
@@ -55,7 +70,7 @@ class HotPagesTest : public testing::Test {
     data.resize(geometry_.file_bytes());
     PageLedger ledger = PageLedger::create(File::open(directory_ / "t.pages", File::Mode::kCreateNew, ops_), kPages, false);
     file_ = std::make_unique<PageFile>("t", std::move(data), std::move(ledger), schema_, geometry_, Zeros{}, 0, pool_, io_,
-                                       [this] { ++writes_begun_; });
+                                       [] {});
     std::vector<float> row(kDim);
     for (std::uint64_t page = 0; page < kPages; ++page) {
       std::fill(row.begin(), row.end(), static_cast<float>(page));
@@ -90,7 +105,6 @@ class HotPagesTest : public testing::Test {
   Schema schema_{kDim, DType::kFloat32, {}};
   Geometry geometry_ = make_geometry(kPages, kDim * 4, 4, false, 4096);
   std::unique_ptr<PageFile> file_;
-  int writes_begun_ = 0;
 };
 
 TEST_F(HotPagesTest, EvictsTheLeastRecentlyUsedBatchFirst) {
@@ -339,6 +353,75 @@ TEST_F(HotPagesTest, ThreadsSurviveFailingReadsOfSharedPages) {
   EXPECT_GT(failures, 0);
   for (std::uint64_t page = 0; page + 6 <= kPages; page += 6)
     use(hot, {page, page + 1, page + 2, page + 3, page + 4, page + 5});  // no frame was lost
+}
+
+TEST_F(HotPagesTest, WritesAreKeptWhereReadsOfTheSamePagesFail) {
+  constexpr std::uint64_t kShared = 3;
+  EvictingPages hot(*file_, 2, pool_, nullptr);
+  std::mutex rows;
+  std::array<int, kShared> added{};
+  std::atomic<int> failures{0};
+  ops_.fail_one_of = 2;
+  std::vector<std::thread> threads;
+  for (unsigned t = 0; t < 6; ++t)
+    threads.emplace_back([&, t] {
+      std::mt19937 random(t);
+      for (int i = 0; i < 3000; ++i) {
+        const std::uint64_t page = random() % kShared;
+        std::uint32_t frame = 0;
+        try {
+          const bool write = random() % 2 == 0;
+          const auto hold = hot.hold({&page, 1}, {&frame, 1}, write ? Access::kWrite : Access::kRead);
+          if (!write) continue;
+          const std::lock_guard lock(rows);
+          *reinterpret_cast<float*>(hot.frame(frame)) += 1;
+          ++added[page];
+        } catch (const IoError&) {
+          ++failures;
+        }
+      }
+    });
+  for (auto& thread : threads) thread.join();
+  ops_.fail_one_of = 0;
+  EXPECT_GT(failures, 0);
+  hot.flush();
+  EvictingPages fresh(*file_, 4, pool_, nullptr);
+  for (std::uint64_t page = 0; page < kShared; ++page) {
+    std::uint32_t frame = 0;
+    const auto hold = fresh.hold({&page, 1}, {&frame, 1}, Access::kRead);
+    EXPECT_EQ(value(fresh, frame), static_cast<float>(page) + static_cast<float>(added[page])) << page;
+  }
+}
+
+// A batch marks a page that another one is reading, and fails; then so does the other one.
+TEST_F(HotPagesTest, APageThatNobodyCouldReadIsNotWritten) {
+  const auto hot = make_hot_pages(*file_, kPages, pool_, nullptr);
+  const std::uint64_t slow = 4;
+  ops_.waiting_offset = static_cast<off_t>(geometry_.offset_of(slow));
+  std::atomic<bool> failed{false};
+  std::thread reader([&] {
+    std::uint32_t frame = 0;
+    try {
+      (void)hot->hold({&slow, 1}, {&frame, 1}, Access::kRead);
+    } catch (const IoError&) {
+      failed = true;
+    }
+  });
+  while (!ops_.waits) std::this_thread::yield();
+  ops_.fail_reads = true;
+  const std::vector<std::uint64_t> pages{slow, 9};
+  std::vector<std::uint32_t> frames(2);
+  EXPECT_THROW((void)hot->hold(pages, frames, Access::kWrite), IoError);
+  ops_.waiting_offset = -1;
+  reader.join();
+  EXPECT_TRUE(failed);
+  ops_.fail_reads = false;
+  EXPECT_EQ(hot->counts().dirty, 0U);
+  const auto written = file_->counters().pages_written.load();
+  hot->flush();
+  EXPECT_EQ(file_->counters().pages_written.load(), written);
+  use(*hot, {slow, 9});
+  EXPECT_EQ(value(*hot, static_cast<std::uint32_t>(slow)), 4.0F);
 }
 
 // Pages of a batch that writes every row of them.

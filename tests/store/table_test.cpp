@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
+#include <numeric>
 #include <thread>
 
 #include "tests/store/store_fixture.hpp"
@@ -238,6 +240,43 @@ TEST_F(TableTest, AddsFromSeveralThreadsAreAllThere) {
   float total = 0;
   for (const float value : read_all(table)) total += value;
   EXPECT_EQ(total, 4 * 50 * 500);
+}
+
+// Whole pages, which are replaced without having been read: until then the file has the rows before.
+TEST_F(TableTest, ScansSeeAllOfAScatterOrNothing) {
+  for (const std::uint64_t memory : {192ULL << 10, 4ULL << 20}) {
+    SCOPED_TRACE(memory);
+    Store store = open(memory);
+    constexpr std::uint64_t kRows = 16, kGroups = 8;  // a group: 16 pages of one row
+    Table table = store.create("t", {.rows = kRows * kGroups, .dim = 1024});
+    for (std::uint64_t group = 0; group < kGroups; ++group) {
+      std::vector<std::int64_t> ids(kRows);
+      std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(group * kRows));
+      std::atomic<bool> stop{false};
+      std::atomic<int> torn{0};
+      std::thread reader([&] {
+        std::vector<float> rows(kRows * 1024);
+        while (!stop) {
+          table.read(group * kRows, kRows, std::as_writable_bytes(std::span(rows)));
+          for (std::uint64_t row = 1; row < kRows; ++row)
+            if (rows[row * 1024] != rows[0]) ++torn;
+        }
+      });
+      for (int i = 1; i <= 20; ++i) {
+        const std::vector<float> values(kRows * 1024, static_cast<float>(i));
+        table.scatter(ids, std::as_bytes(std::span(values)));
+        // Pushes the group out, where it can be.
+        std::vector<std::int64_t> others(kRows * 2);
+        std::iota(others.begin(), others.end(), static_cast<std::int64_t>((group + 1) % (kGroups - 2) * kRows));
+        (void)gather(table, others);
+      }
+      stop = true;
+      reader.join();
+      ASSERT_EQ(torn, 0);
+    }
+    store.remove("t");
+    store.close();
+  }
 }
 
 TEST_F(TableTest, EveryDTypeKeepsItsBits) {
