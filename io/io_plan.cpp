@@ -113,7 +113,7 @@ class Planner {
     std::size_t i = first + 1;
     for (; i < pieces_.size(); ++i) {
       const IoPiece& next = pieces_[i];
-      // After a piece that was rounded up nothing can follow.
+      // A piece that was rounded up is followed only by one that begins where that ends.
       if (next.bytes == 0 || next.offset != request.offset + request.bytes || way_of(next) != way) break;
       const std::uint64_t bytes = asked(next.bytes, way);
       if (request.bytes + bytes > most || !add_memory(request, next.memory, bytes)) break;

@@ -52,8 +52,8 @@ class PageFile {
 
   // Fills the buffers (their order is changed: sorted by page; no page twice). Written pages are read, neighbours in one request,
   // many requests at once, and compared with their checksum where that is in memory; the others are generated meanwhile. Bytes
-  // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). `also` is work to be
-  // done in the meantime; it is done when this returns. Throws IoError, FormatError (truncated), CorruptError naming the rows.
+  // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). `also` is work to
+  // be done in the meantime; it is done when this returns. Throws IoError, FormatError (truncated), CorruptError naming the rows.
   void read(std::span<PageBuffer> pages, const Meanwhile& also = {});
   // Writes the buffers (their order is changed) with their checksums. Durable after sync().
   void write(std::span<PageBuffer> pages);

@@ -1,4 +1,5 @@
-// Which page gives its frame away to another one. Private to store/.
+// Which page gives its frame away to another one. The choice and its names are for everybody, what is behind them is private to
+// store/.
 #pragma once
 
 #include <cstdint>

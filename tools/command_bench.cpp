@@ -28,6 +28,7 @@
 #include "tools/new_table.hpp"
 #include "tools/paths.hpp"
 #include "tools/progress.hpp"
+#include "tools/store_options.hpp"
 #include "tools/text.hpp"
 
 namespace embermap::tools {
@@ -36,8 +37,6 @@ namespace {
 struct Arguments {
   std::string path = ".", size = "2GiB", rows, dim = "128", dtype = "float32", page_size = "4KiB", ids = "uniform";
   std::string batch = "65536", seconds = "3", threads = "0", depth = "128";
-  std::string io = "auto", replacement = "lru";
-  bool direct = false, buffered = false;
   OptimizerArguments optimizer;
 };
 
@@ -131,17 +130,7 @@ class Bench {
     const std::uint64_t depth = parse_count("--depth", arguments.depth);
     if (depth == 0 || depth > 4096) throw UsageError("--depth: must be 1 to 4096");
     depth_ = static_cast<unsigned>(depth);
-    try {
-      if (arguments.io != "auto") store_options_.io = parse_io_engine(arguments.io);
-    } catch (const InvalidArgument& error) {
-      throw UsageError(fmt::format("--io: {}", error.what()));
-    }
-    const auto replacement = parse_replacement(arguments.replacement);
-    if (!replacement)
-      throw UsageError(fmt::format("--replacement: '{}' is neither lru nor s3fifo", printable(arguments.replacement)));
-    store_options_.replacement = *replacement;
-    if (arguments.direct || arguments.buffered) store_options_.direct = arguments.direct;
-    store_options_.memory = common.memory;
+    store_options_ = store_options(common, StoreOptions::Mode::kOpenOrCreate);
     store_options_.threads = threads_;
     const std::uint64_t size = parse_size_option("--size", arguments.size);
     options_.rows = 1;
@@ -537,12 +526,8 @@ void add_bench(CLI::App& app, Common& common, Action& chosen) {
   option("--seconds", arguments->seconds, "Time of each part, of ten or so (default 3)", "X");
   option("--threads", arguments->threads, "For copies and steps (default: what the process may use, at most 16)", "N");
   option("--depth", arguments->depth, "Reads in flight when the bare disk is measured (default 128)", "N");
-  option("--io", arguments->io, "How pages are read and written: auto (default), io_uring, threads or mapping", "NAME");
-  auto* direct =
-      command->add_flag("--direct", arguments->direct, "Past the page cache (default: where the file system allows it)");
-  command->add_flag("--no-direct", arguments->buffered, "Through the page cache")->excludes(direct);
-  option("--replacement", arguments->replacement, "What memory that is too small keeps: lru (default) or s3fifo", "NAME");
   arguments->optimizer.add_to(*command);
+  add_store_options(*command, common);
   finish_command(*command, common, chosen,
                  "  embermap bench /data --size 8GiB --memory 800MiB --ids zipf:1.05 --optimizer adagrad\n"
                  "  embermap bench /data/tables/items.npy",

@@ -12,10 +12,15 @@ void add_store_options(CLI::App& command, Common& common) {
       .add_option("--io", common.io, "How pages are read and written: auto (default: a short probe), io_uring, threads, mapping")
       ->type_name("NAME")
       ->group(group);
+  CLI::Option* const direct =
+      command
+          .add_flag_callback(
+              "--direct", [&common] { common.direct = true; }, "Past the page cache (default: where the file system allows it)")
+          ->group(group);
   command
-      .add_flag_function(
-          "--direct,!--no-direct", [&common](std::int64_t given) { common.direct = given > 0; },
-          "Past the page cache, or through it (default: past it where the file system allows it)")
+      .add_flag_callback(
+          "--no-direct", [&common] { common.direct = false; }, "Through the page cache")
+      ->excludes(direct)
       ->group(group);
   command.add_option("--policy", common.policy, "Which pages stay in memory: lru (default), s3fifo")
       ->type_name("NAME")

@@ -348,8 +348,8 @@ class Table:
         given; rows are counted when the prefetcher is made, so make it after a resize. When the
         store is closed or this process ends, calls in workers do nothing. Linux only.
         """
-        address = self._store._session.hint_address()
-        return Prefetcher(address, self._name, self._live.rows)
+        rows = self._live.rows
+        return Prefetcher(self._store._session.hint_address(), self._name, rows)
 
     # --- rows by place ----------------------------------------------------------------------------
 

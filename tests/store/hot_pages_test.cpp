@@ -69,8 +69,8 @@ class HotPagesTest : public testing::Test {
     File data = File::open(directory_ / "t.npy", File::Mode::kCreateNew, ops_);
     data.resize(geometry_.file_bytes());
     PageLedger ledger = PageLedger::create(File::open(directory_ / "t.pages", File::Mode::kCreateNew, ops_), kPages, false);
-    file_ = std::make_unique<PageFile>("t", std::move(data), std::move(ledger), schema_, geometry_, Zeros{}, 0, pool_, io_,
-                                       [] {});
+    file_ =
+        std::make_unique<PageFile>("t", std::move(data), std::move(ledger), schema_, geometry_, Zeros{}, 0, pool_, io_, [] {});
     std::vector<float> row(kDim);
     for (std::uint64_t page = 0; page < kPages; ++page) {
       std::fill(row.begin(), row.end(), static_cast<float>(page));

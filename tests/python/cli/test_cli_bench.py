@@ -41,7 +41,7 @@ def check_rates(found: Any) -> None:
         ("--dtype", "int8", "--dim", "7", "--page-size", "64KiB"),
         ("--dtype", "bfloat16", "--optimizer", "adagrad", "--threads", "1"),
         ("--dim", "3000"),
-        ("--io", "threads", "--no-direct", "--replacement", "s3fifo"),
+        ("--io", "threads", "--no-direct", "--policy", "s3fifo"),
     ],
 )
 def test_every_part_is_measured_and_nothing_is_left(
@@ -148,7 +148,7 @@ def test_what_cannot_be_measured_is_an_error(cli: Embermap, tmp_path: Path) -> N
         ("--dtype", "int8", "--optimizer", "adagrad"),
         ("--lr", "1"),
         ("--io", "magic"),
-        ("--replacement", "magic"),
+        ("--policy", "magic"),
         ("--direct", "--no-direct"),
     ],
 )

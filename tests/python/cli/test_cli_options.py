@@ -31,6 +31,7 @@ def test_wrong_options_are_wrong_usage(cli, tmp_path):
     for options, text in (
         (["--io", "fast"], "fast"),
         (["--policy", "mru"], "mru"),
+        (["--direct", "--no-direct"], "--no-direct"),
         (["--table-memory", "much"], "--table-memory"),
         (["--table-memory", "0"], "--table-memory"),
     ):
