@@ -31,7 +31,7 @@ constexpr std::array<std::string_view, 3> kNames = {"io_uring", "threads", "mapp
 constexpr unsigned kLargestDepth = 4096;
 // The page cache may hold this much of what went through it before it is told to let go.
 constexpr std::uint64_t kCachedBytes = 16ULL << 20;
-// Unaligned writes are put together in memory of this size, in slices of which several fit.
+// Unaligned writes are put together in memory of this size at most, in slices of which several fit.
 constexpr std::uint64_t kStagingBytes = 4ULL << 20;
 constexpr std::uint64_t kSliceBytes = 1ULL << 20;
 // A file of which this much is in the page cache is read from there.
@@ -300,13 +300,12 @@ class PageIo::Impl {
   std::uint64_t write_unaligned(std::span<const IoPiece> pieces, std::span<const std::size_t> which, const Done& done) {
     const std::uint64_t unit = direct_->alignment().offset;
     const std::unique_lock alone(blocks_);
-    if (staging_.size() == 0) staging_ = AlignedBuffer(kStagingBytes);
-    staged_ = staging_.size();
     const std::uint64_t size = file_.size();
     std::vector<Slice> slices;
     std::vector<IoPiece> last;
     std::vector<std::size_t> last_which;
     std::vector<std::uint32_t> left(pieces.size(), 0);
+    std::uint64_t sectors_bytes = 0;  // of the sectors that slices touch
     for (const std::size_t i : which) {
       const IoPiece& piece = pieces[i];
       const std::uint64_t end = piece.offset + piece.bytes;
@@ -318,8 +317,15 @@ class PageIo::Impl {
       for (std::uint64_t at = piece.offset; at < end; ++left[i]) {
         const std::uint64_t next = std::min(end, round_down(at, unit) + kSliceBytes);
         slices.push_back({at, next - at, piece.memory + (at - piece.offset), i});
+        sectors_bytes += round_up(next, unit) - round_down(at, unit);
         at = next;
       }
+    }
+    // No more than the largest call has needed: a small budget makes small calls.
+    if (const std::uint64_t wanted = std::min(kStagingBytes, sectors_bytes); staging_.size() < wanted) {
+      staging_ = AlignedBuffer();  // first: never both at once
+      staging_ = AlignedBuffer(wanted);
+      staged_ = wanted;
     }
     std::uint64_t requests = 0;
     for (std::size_t next = 0; next < slices.size();) requests += write_staged(slices, next, left, done);

@@ -120,9 +120,10 @@ class HintServer:
             ended = False
             while not ended:
                 for key, _ in selector.select():
-                    if key.fd == self._wake:
+                    if self._closed or key.fd == self._wake:  # closed: by what it called itself
                         ended = True
-                    elif key.fd == self._listener.fileno():
+                        break
+                    if key.fd == self._listener.fileno():
                         self._accept(selector)
                     else:
                         self._receive(selector, self._connections[key.fd])

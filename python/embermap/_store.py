@@ -49,7 +49,15 @@ class _Session:
         """Where worker processes send the ids of batches to come; opened with the first call."""
         with self.hints_lock:
             if self.hints is None:
-                self.hints = HintServer(self.prefetch)
+                # Weakly, or a store that is dropped without close() would never let go of its lock.
+                prefetch = weakref.WeakMethod(self.prefetch)
+
+                def hint(table: str, ids: NDArray[np.int64]) -> None:
+                    if (call := prefetch()) is not None:
+                        call(table, ids)
+
+                self.hints = HintServer(hint)
+                weakref.finalize(self, self.hints.close)
             return self.hints.address
 
     def prefetch(self, table: str, ids: NDArray[np.int64]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -205,6 +206,17 @@ def test_a_store_can_be_closed_and_opened_again(path):
             table = store["t"] if "t" in store else store.create("t", rows=1000, dim=8)
             table.prefetcher()([1, 2, 3])
     assert threading.active_count() <= before
+
+
+def test_a_store_that_is_dropped_lets_go(path):
+    store = em.open(path, memory="8MiB")
+    table = store.create("t", rows=1000, dim=8)
+    table.prefetcher()([1, 2, 3])
+    before = threading.active_count()
+    store.commit()
+    del store, table
+    wait_until(lambda: gc.collect() is not None and threading.active_count() < before)
+    em.open(path, memory="8MiB").close()  # LockedError if the lock is still held
 
 
 def test_a_prefetcher_takes_its_thread_with_it(table):
