@@ -535,14 +535,9 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
     if (!table.ahead()) core_->mark.clear();
     throw;
   }
-  if (weights.empty()) {
-    set_shares(shares);
-    commit_still(/*even_unchanged=*/true);
-    return;
-  }
   bool listed = false;  // the manifest may have been replaced before the call that failed
   try {
-    table.fill(before, weights);
+    if (!weights.empty()) table.fill(before, weights);
     set_shares(shares);
     listed = true;
     commit_still(/*even_unchanged=*/true);
@@ -550,11 +545,13 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
     try {
       // The files must never be shorter than the manifest says, so that comes first. Where undoing fails as well, the store has
       // an unclean end.
+      manifest_.tables.at(table.name()).geometry.rows = before;  // the commit may have come as far as its mark
       if (listed) manifest_.save(core_->path, core_->ops);
-      table.shrink(before);
+      table.shrink(before, table.last_checksum(before));
       set_shares(shares_before);
       if (!table.ahead()) core_->mark.clear();
     } catch (const Error&) {
+      manifest_.tables.at(table.name()).geometry.rows = table.rows();  // what later calls go on from
     }
     throw;
   }
@@ -575,13 +572,14 @@ void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
     return;
   }
   commit_still(/*even_unchanged=*/false);
+  const auto last_checksum = table.last_checksum(rows);
   core_->mark.set(manifest_.commit);
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;
   const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
   manifest.save(core_->path, core_->ops);
   manifest_ = std::move(manifest);
-  table.shrink(rows);
+  table.shrink(rows, last_checksum);
   set_shares(shares);
   commit_still(/*even_unchanged=*/true);
 }

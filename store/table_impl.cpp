@@ -4,8 +4,11 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <optional>
 
+#include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
+#include "io/checksum.hpp"
 #include "io/npy.hpp"
 #include "kernels/rows.hpp"
 #include "store/whole_pages.hpp"
@@ -246,10 +249,12 @@ void TableImpl::change(Shared lock, std::span<const std::int64_t> ids, const Bat
     Passes passes(*this, batch.keys);
     passes.advance();
     if (passes.all()) {
-      auto hold = passes.hold(Access::kWrite, change.replaces);
+      std::optional<HotPages::Hold> hold(passes.hold(Access::kWrite, change.replaces));
       const std::unique_lock writing(rows_);
       change.body(0, passes.records());
-      hold.replaced();
+      hold->replaced();
+      // Before rows_: a scan takes pages that are still being replaced from the file, which is as old as they were before.
+      hold.reset();
       change.done();
       // Before rows_ is let go: until its hold ends, scans take a replaced page from the file, which has the rows before.
       { const auto ended = std::move(hold); }
@@ -456,7 +461,9 @@ void TableImpl::grow(std::uint64_t rows) {
     // Files longer than the manifest says are cut when the store is opened; here as much as possible is undone, and the first
     // error reported.
     file_->set_geometry(before);
-    if (buffer.memory != nullptr) file_->seal(last);
+    // Its rows before the old end are in the file whether or not it was written.
+    if (buffer.memory != nullptr)
+      file_->ledger().record(last, page_checksum({buffer.memory, static_cast<std::size_t>(before.bytes_in(last))}));
     try {
       file_->data().write(0, table_header(schema_, before));
       file_->ledger().resize(before.pages());
@@ -470,14 +477,30 @@ void TableImpl::grow(std::uint64_t rows) {
   entry_.geometry = after;
 }
 
-void TableImpl::shrink(std::uint64_t rows) {
+std::optional<std::uint32_t> TableImpl::last_checksum(std::uint64_t rows) const {
+  Geometry after = entry_.geometry;
+  after.rows = rows;
+  if (rows % after.rows_per_page == 0 || !file_->ledger().written(after.pages() - 1)) return std::nullopt;
+  const AlignedBuffer memory(after.page_bytes());
+  PageBuffer buffer{after.pages() - 1, memory.data()};
+  std::uint32_t checksum = 0;
+  file_->read_stored({&buffer, 1}, [&](const PageBuffer& page) {
+    checksum = page_checksum({page.memory, static_cast<std::size_t>(after.bytes_in(page.page))});
+  });
+  return checksum;
+}
+
+void TableImpl::shrink(std::uint64_t rows, std::optional<std::uint32_t> last_checksum) {
   release_hot();
   // The manifest has the new number of rows already: it is what counts from here on, whatever fails below.
   entry_.geometry.rows = rows;
   const Geometry& after = entry_.geometry;
   file_->set_geometry(after);
   // The last page is shorter than it was: so is what its checksum covers.
-  if (rows % after.rows_per_page != 0 && file_->ledger().written(after.pages() - 1)) file_->seal(after.pages() - 1);
+  if (last_checksum) {
+    file_->set_ahead();
+    file_->ledger().record(after.pages() - 1, *last_checksum);
+  }
   file_->ledger().resize(after.pages());
   file_->data().write(0, table_header(schema_, after));
   file_->data().resize(after.file_bytes());

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <shared_mutex>
 #include <string>
 #include <vector>
@@ -80,7 +81,11 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // More rows, fewer rows, in the files and in entry(). Everything is committed, UNCOMMITTED is set. After a failure grow()
   // leaves the old number of rows, shrink() the new.
   void grow(std::uint64_t rows);
-  void shrink(std::uint64_t rows);
+  void shrink(std::uint64_t rows, std::optional<std::uint32_t> last_checksum);
+  std::uint64_t rows() const noexcept { return entry_.geometry.rows; }
+  // What shrink() needs, read before anything is changed: the checksum of the last page when it is cut; none if it is whole then,
+  // or was never written.
+  std::optional<std::uint32_t> last_checksum(std::uint64_t rows) const;
   // Takes effect at once: hot pages that do not fit the share are written and given up. After a failure the old share holds.
   void set_share(const MemoryShare& share);
 

@@ -537,6 +537,68 @@ INSTANTIATE_TEST_SUITE_P(Sizes, ResizeFaults,
                          testing::Values(std::pair{16U, 12U}, std::pair{12U, 16U}, std::pair{13U, 14U}, std::pair{100U, 3U},
                                          std::pair{3U, 300'000U}));
 
+// One call of a resize fails, and the session goes on: what comes next begins where the table ends.
+TEST_F(StoreTest, RowsAreAppendedAtTheEndAfterAResizeThatFailed) {
+  for (const std::uint64_t to : {19U, 300'000U, 5U}) {
+    bool succeeded = false;
+    for (int n = 0; !succeeded; ++n) {
+      ASSERT_LT(n, 200);
+      std::filesystem::remove_all(path());
+      FailAt ops;
+      Store store = Store::open(path(), {.memory = 1 << 20, .write_behind = false, .file_ops = &ops});
+      Table table = store.create("t", {.rows = 13, .dim = 128});
+      scatter(table, range(0, 13), std::vector<float>(13 * 128, 7.0F));
+      store.commit();
+      ops.once = true;
+      ops.left = n;
+      try {
+        table.resize(to);
+        succeeded = true;
+      } catch (const IoError&) {
+      }
+      ops.left = 1 << 30;
+      const std::uint64_t rows = table.rows();
+      ASSERT_TRUE(rows == to || rows == 13) << rows;
+      const std::vector<float> more(3 * 128, 9.0F);
+      try {
+        ASSERT_EQ(table.append(std::as_bytes(std::span(more))), rows) << "call " << n << " to " << to;
+        ASSERT_EQ(table.rows(), rows + 3);
+        const auto values = gather(table, {0, 4, static_cast<std::int64_t>(rows) - 1, static_cast<std::int64_t>(rows) + 2});
+        EXPECT_EQ(values[0], 7);
+        EXPECT_EQ(values[128], 7);
+        EXPECT_EQ(values[256], rows == 19 || rows == 300'000 ? 0 : 7);
+        EXPECT_EQ(values[384], 9);
+        EXPECT_EQ(table.verify().bad_pages, 0U);
+      } catch (const CorruptError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
+      }
+    }
+  }
+}
+
+// The last page of a table that becomes smaller gets another checksum. Where it cannot be read just then, nothing happens.
+TEST_F(StoreTest, AResizeThatCannotReadTheLastPageChangesNothing) {
+  class NoReads final : public FileOps {
+   public:
+    std::atomic<bool> fail{false};
+    ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
+      return fail ? (errno = EIO, -1) : FileOps::pread(fd, buffer, bytes, offset);
+    }
+  } ops;
+  Store store = Store::open(path(), {.memory = 1 << 20, .file_ops = &ops});
+  Table table = store.create("t", {.rows = 100, .dim = 128});
+  scatter(table, range(0, 100), std::vector<float>(100 * 128, 7.0F));
+  store.commit();
+  ops.fail = true;
+  EXPECT_THROW(table.resize(13), IoError);
+  ops.fail = false;
+  EXPECT_EQ(table.rows(), 100U);
+  EXPECT_EQ(test::read_all(table), std::vector<float>(100 * 128, 7.0F));
+  table.resize(13);
+  EXPECT_EQ(test::read_all(table), std::vector<float>(13 * 128, 7.0F));
+  EXPECT_EQ(table.verify().bad_pages, 0U);
+}
+
 // One call of an append fails and those after it work, or all fail: the table is as before, and so it is after a crash.
 class AppendFaults : public StoreTest, public testing::WithParamInterface<std::tuple<std::uint64_t, std::uint64_t, bool>> {};
 
