@@ -253,11 +253,9 @@ void TableImpl::change(Shared lock, std::span<const std::int64_t> ids, const Bat
       const std::unique_lock writing(rows_);
       change.body(0, passes.records());
       hold->replaced();
-      // Before rows_: a scan takes pages that are still being replaced from the file, which is as old as they were before.
+      // Before rows_ is let go: until its hold ends, scans take a replaced page from the file, which has the rows before.
       hold.reset();
       change.done();
-      // Before rows_ is let go: until its hold ends, scans take a replaced page from the file, which has the rows before.
-      { const auto ended = std::move(hold); }
       return;
     }
   }

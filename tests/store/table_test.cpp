@@ -378,8 +378,7 @@ TEST_F(TableTest, OptimizerCanChangeItsHyperparametersOnly) {
 TEST_F(TableTest, PrefetchBringsPagesInAndIsNoUseOfBadIds) {
   Store store = open();
   Table table = store.create("t", {.rows = 10'000, .dim = 128});
-  table.prefetch(range(0, 4000));
-  for (int i = 0; i < 500 && table.stats().resident_pages < 500; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_TRUE(table.prefetch(range(0, 4000)).wait());
   EXPECT_EQ(table.stats().resident_pages, 500U);
   const std::uint64_t misses = table.stats().misses;
   (void)gather(table, range(0, 4000));
