@@ -129,7 +129,7 @@ def test_every_way_of_reading_gives_the_same(path, io, direct, policy):
             assert stats["io_engine"] == io
         if direct is False:
             assert not stats["direct_reads"]
-        assert stats["io_memory_bytes"] < 16 * MiB  # these pages are of no whole sectors
+        assert stats["io_memory_bytes"] < 4 * MiB
     assert np.array_equal(np.load(path / "t.npy"), rows)
 
 

@@ -57,7 +57,9 @@ TEST_F(PageLedgerTest, TheNextMarkedPageIsNeverBeforeTheOneAskedFor) {
       for (std::uint64_t page = 0; page <= pages; ++page) {
         const std::uint64_t next = ledger.next_marked(page);
         EXPECT_GE(next, page) << pages << " pages, " << marked << " marked";
-        if (page <= marked) EXPECT_LE(next, marked) << pages << " pages, from " << page;
+        if (page <= marked) {
+          EXPECT_LE(next, marked) << pages << " pages, from " << page;
+        }
       }
     }
   }
