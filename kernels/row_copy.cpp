@@ -91,7 +91,9 @@ void copy_rows(std::uint64_t count, std::uint64_t bytes, std::uint64_t line, Thr
                const Target& target) {
   if (count == 0 || bytes == 0) return;
   const bool streamed = kCanStream && bytes % line == 0 && bytes <= kStreamRow && count >= stream_total() / bytes;
-  pool.parallel_for(count, std::max<std::uint64_t>(1, detail::kGrainBytes / bytes), [&](std::uint64_t begin, std::uint64_t end) {
+  // Up to 2 MiB at a time: where the output is new memory, threads that share a huge page wait for each other while it is zeroed.
+  const std::uint64_t share = std::clamp<std::uint64_t>(count / pool.threads(), detail::kGrainBytes / bytes, (2U << 20) / bytes);
+  pool.parallel_for(count, std::max<std::uint64_t>(1, share), [&](std::uint64_t begin, std::uint64_t end) {
     if (streamed) return stream_range(bytes, line, begin, end, count, source, target);
     const auto copy = [&](auto length) { copy_range(length, begin, end, count, source, target); };
     switch (bytes) {
