@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -148,14 +149,14 @@ int remove(const Arguments& arguments, const Common& common) {
   return kDone;
 }
 
-CLI::App* add_command(CLI::App& app, Common& common, Action& chosen, const std::string& name, const std::string& help,
-                      const std::string& path_help, const std::string& examples, const std::shared_ptr<Arguments>& arguments,
-                      int (*run)(const Arguments&, const Common&)) {
+void add_command(CLI::App& app, Common& common, Action& chosen, const std::string& name, const std::string& help,
+                 const std::string& path_help, const std::string& examples, const std::shared_ptr<Arguments>& arguments,
+                 int (*run)(const Arguments&, const Common&), const std::function<void(CLI::App&)>& add_options = nullptr) {
   auto* command = app.add_subcommand(name, help);
   command->add_option("PATH", arguments->path, path_help)->required();
+  if (add_options) add_options(*command);
   add_store_options(*command, common);
   finish_command(*command, common, chosen, examples, [arguments, run](const Common& c) { return run(*arguments, c); });
-  return command;
 }
 
 }  // namespace
@@ -174,10 +175,11 @@ void add_recover(CLI::App& app, Common& common, Action& chosen) {
 
 void add_resize(CLI::App& app, Common& common, Action& chosen) {
   auto arguments = std::make_shared<Arguments>();
-  auto* command =
-      add_command(app, common, chosen, "resize", "Change the number of rows; rows beyond the new end are gone for good",
-                  "STORE/TABLE", "  embermap resize tables/items --rows 2e9", arguments, resize);
-  command->add_option("--rows", arguments->rows, "The new number of rows")->required()->type_name("N");
+  const auto add_rows = [&](CLI::App& command) {
+    command.add_option("--rows", arguments->rows, "The new number of rows")->required()->type_name("N");
+  };
+  add_command(app, common, chosen, "resize", "Change the number of rows; rows beyond the new end are gone for good",
+              "STORE/TABLE", "  embermap resize tables/items --rows 2e9", arguments, resize, add_rows);
 }
 
 void add_remove(CLI::App& app, Common& common, Action& chosen) {

@@ -97,11 +97,20 @@ std::string io_text(const Json& io) {
   return text;
 }
 
+// "0 %", "< 0.01 %", "12.34 %", "100 %": all only if it is all.
+std::string percent_text(double fraction) {
+  const double percent = fraction * 100;
+  if (percent > 0 && percent < 0.01) return "< 0.01 %";
+  if (percent < 100 && percent > 99.99) return "> 99.99 %";
+  return fmt::format("{:.4g} %", percent);
+}
+
 std::string counters_text(const Json& c) {
   const auto number = [&](const char* key) { return c[key].get<std::uint64_t>(); };
-  return fmt::format("{} hits, {} misses, {} evictions, {} write-backs; {} read, {} written; {} commits", grouped(number("hits")),
-                     grouped(number("misses")), grouped(number("evictions")), grouped(number("write_backs")),
-                     format_size(number("bytes_read")), format_size(number("bytes_written")), grouped(number("commits")));
+  return fmt::format("{} hits, {} misses, {} evictions, {} write-backs; {} read, {} written; {} commit{}",
+                     grouped(number("hits")), grouped(number("misses")), grouped(number("evictions")),
+                     grouped(number("write_backs")), format_size(number("bytes_read")), format_size(number("bytes_written")),
+                     grouped(number("commits")), number("commits") == 1 ? "" : "s");
 }
 
 // A store opened to be looked at.
@@ -178,8 +187,8 @@ void add_table_facts(Facts& facts, const Json& t) {
   facts.add("step", grouped(t["step"].get<std::uint64_t>()));
   facts.add("page", fmt::format("{}, {} rows of {} bytes", format_size(t["page_bytes"].get<std::uint64_t>()),
                                 grouped(t["rows_per_page"].get<std::uint64_t>()), grouped(t["stride"].get<std::uint64_t>())));
-  facts.add("written", fmt::format("{} of {} pages ({:.4g} %)", grouped(t["written_pages"].get<std::uint64_t>()),
-                                   grouped(t["pages"].get<std::uint64_t>()), t["materialised"].get<double>() * 100));
+  facts.add("written", fmt::format("{} of {} pages ({})", grouped(t["written_pages"].get<std::uint64_t>()),
+                                   grouped(t["pages"].get<std::uint64_t>()), percent_text(t["materialised"].get<double>())));
   facts.add("so far", counters_text(t["counters"]));
   if (!t["memory"].is_null()) facts.add("memory", format_size(t["memory"].get<std::uint64_t>()));
   facts.add("i/o", io_text(t["io"]));

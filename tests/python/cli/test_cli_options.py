@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import embermap as em
 import numpy as np
 import pytest
 
@@ -34,6 +35,7 @@ def test_wrong_options_are_wrong_usage(cli, tmp_path):
         (["--direct", "--no-direct"], "--no-direct"),
         (["--table-memory", "much"], "--table-memory"),
         (["--table-memory", "0"], "--table-memory"),
+        (["--direct", "--no-direct"], "--no-direct"),
     ):
         result = cli("create", tmp_path / "s" / "t", "--rows", "5", "--dim", "2", *options)
         assert result.code == 2
@@ -70,3 +72,14 @@ def test_a_share_too_small_names_the_table_and_leaves_nothing(cli, tmp_path):
         says=["'t'", "take", "bytes"],
     )  # fmt: skip
     assert not (tmp_path / "s").exists()
+
+
+def test_a_few_of_many_pages_are_told_as_few(cli, tmp_path):
+    table = tmp_path / "s" / "t"
+    cli.ok("create", table, "--rows", "1e9", "--dim", "128")
+    assert "(0 %)" in cli.ok("info", table).out
+    with em.open(tmp_path / "s") as store:
+        store["t"].scatter([5], np.ones((1, 128), np.float32))
+    text = cli.ok("info", table).out
+    assert "written       1 of 125,000,000 pages (< 0.01 %)" in text
+    assert "; 1 commit\n" in text
