@@ -15,6 +15,7 @@
 #include <random>
 
 #include "base/error.hpp"
+#include "base/size_text.hpp"
 
 #ifndef RENAME_NOREPLACE
 #define RENAME_NOREPLACE (1U << 0)
@@ -269,7 +270,9 @@ void File::reserve(std::uint64_t bytes) const {
   check_range("fallocate", path_, 0, bytes);
   if (bytes == 0) return;
   if (retry_interrupted([&] { return ops_->allocate(fd_, static_cast<off_t>(bytes)); }) == 0) return;
-  if (errno == ENOSPC || errno == EDQUOT || errno == EFBIG || errno == EIO) throw IoError(errno, "fallocate", path_, 0, bytes);
+  const int error = errno;
+  if (error == ENOSPC || error == EDQUOT || error == EFBIG || error == EIO)
+    throw IoError(error, fmt::format("reserve {} for", format_size(bytes)), path_);
 }
 
 void File::sync() const {

@@ -633,8 +633,8 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Repla
     Need need{name, pages, frame, bits, bits + (pages == 0 ? 0 : frame), pages * frame + PageLedger::checksum_bytes(pages), 0};
     if (entry.memory != 0) {
       if (entry.memory < need.least)
-        throw BudgetError(fmt::format("memory {} of table '{}' is too small: one page of it and its page bits take {} bytes",
-                                      format_size(entry.memory), printable(name), need.least));
+        throw BudgetError(fmt::format("memory {} of table '{}' is too small: one page of it and its page bits take {} bytes ({})",
+                                      format_size(entry.memory), printable(name), need.least, format_size(need.least)));
       need.given = std::min(entry.memory, bits + need.want);
     }
     least += std::max(need.least, need.given);
@@ -650,8 +650,9 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Repla
       names += fmt::format("{}'{}' {}{}", i == 0 ? "" : ", ", printable(needs[i].name), std::max(needs[i].least, needs[i].given),
                            needs[i].given != 0 ? " (its own memory)" : "");
     if (needs.size() > kNamed) names += fmt::format(", {} more", needs.size() - kNamed);
-    throw BudgetError(fmt::format("memory {} is too small for {} table{}: one page of each and the page bits take {} bytes ({})",
-                                  format_size(memory), tables.size(), tables.size() == 1 ? "" : "s", least, names));
+    throw BudgetError(
+        fmt::format("memory {} is too small for {} table{}: one page of each and the page bits take {} bytes, {} ({})",
+                    format_size(memory), tables.size(), tables.size() == 1 ? "" : "s", least, format_size(least), names));
   }
   // Small tables first: a table that takes no more than a quarter of an even share gets frames for all its pages. The others
   // share the rest by size, each at least a page. Those with memory of their own come before all.

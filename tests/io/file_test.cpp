@@ -40,7 +40,7 @@ struct Halves final : FileOps {
 };
 
 struct Failing final : FileOps {
-  int write_error = 0, sync_error = 0, rename_error = 0, directory_error = 0, read_error = 0;
+  int write_error = 0, sync_error = 0, rename_error = 0, directory_error = 0, read_error = 0, allocate_error = 0;
   std::size_t room = SIZE_MAX;
   ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
     if (read_error != 0) return errno = read_error, -1;
@@ -53,6 +53,9 @@ struct Failing final : FileOps {
     return FileOps::pwrite(fd, buffer, now, offset);
   }
   int fdatasync(int fd) override { return sync_error != 0 ? (errno = sync_error, -1) : FileOps::fdatasync(fd); }
+  int allocate(int fd, off_t bytes) override {
+    return allocate_error != 0 ? (errno = allocate_error, -1) : FileOps::allocate(fd, bytes);
+  }
   int fsync(int fd) override { return directory_error != 0 ? (errno = directory_error, -1) : FileOps::fsync(fd); }
   int rename(const char* from, const char* to) override {
     return rename_error != 0 ? (errno = rename_error, -1) : FileOps::rename(from, to);
@@ -119,6 +122,11 @@ TEST_F(FileTest, ErrorsNameCallFileRangeAndErrno) {
   EXPECT_THAT(error_of<IoError>([&] { file.read(0, out); }), HasSubstr("pread"));
   ops.sync_error = EIO;
   EXPECT_THAT(error_of<IoError>([&] { file.sync(); }), HasSubstr("fdatasync"));
+  ops.allocate_error = ENOSPC;
+  EXPECT_THAT(error_of<IoError>([&] { file.reserve(std::uint64_t{3} << 40); }),
+              HasSubstr("reserve 3.00 TiB for " + at("x").string() + ": No space left on device"));
+  ops.allocate_error = EOPNOTSUPP;  // a file system that cannot: pages are found when they are written
+  file.reserve(20000);
 }
 
 TEST_F(FileTest, OpensOnlyRegularFiles) {
