@@ -489,7 +489,9 @@ def _device_number(device: object) -> int | None:
             return 0
         if kind == "cuda" and number.isascii() and number.isdigit():
             return int(number)
-        raise ValueError(f'device must be None, "cuda", "cuda:1" or a number, not {device!r}')
+        raise ValueError(
+            f'device must be None, "cpu", "cuda", "cuda:1" or a number, not {device!r}'
+        )
     return _checks.integer(device, "device", most=2**31 - 1)
 
 
