@@ -29,6 +29,7 @@ import argparse
 import contextlib
 import ctypes
 import gzip
+import importlib.util
 import json
 import math
 import mmap
@@ -479,8 +480,18 @@ def disk_of(path: Path) -> int:
     return path.stat().st_blocks * 512
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """Fail before minutes are spent on what --json and --plot could not show."""
+    for path in (args.json, args.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise DemoError(f"{path}: there is no folder {path.absolute().parent}")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise DemoError("--plot needs matplotlib: python -m pip install matplotlib")
+
+
 def run(args: argparse.Namespace) -> bool:
     """Read the text, train, measure, tidy up. Returns whether memory stayed within its limit."""
+    check_outputs(args)
     corpus = read_corpus(args.text)
     words = len(corpus.words)
     needed = 2 * (args.batch // len(ORDERS)) + CONTEXT
@@ -510,6 +521,8 @@ def run(args: argparse.Namespace) -> bool:
         return demonstrate(args, text, words)
     finally:
         if not args.keep:
+            # A file of many scattered pages takes the file system a while to free.
+            print(f"Removing {args.store} ...", flush=True)
             remove_files(args.store)
 
 
