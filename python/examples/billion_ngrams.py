@@ -708,7 +708,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the example. Returns 0, 1 (failed, or memory above the limit), 130 (interrupted)."""
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
     try:
         if not run(args):
             print("billion_ngrams.py: error: memory went above its limit", file=sys.stderr)
@@ -723,4 +722,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Here and not in main(): a program that calls that has handlers of its own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
     sys.exit(main())

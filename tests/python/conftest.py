@@ -26,6 +26,15 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def handlers_of_signals_stay() -> Iterator[None]:
+    """What one test sets, processes that later ones start would inherit: they could not be ended."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        assert signal.getsignal(number) == handler, number.name
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is None or em.cuda_devices() > 0:
         return

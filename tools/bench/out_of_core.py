@@ -869,7 +869,6 @@ def measure(args: argparse.Namespace) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison. Returns its exit status: 0 done, 1 failed, 130 interrupted."""
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
     if args.list:
         print("\n".join(case.name for case in all_cases()))
         print("stores: " + ", ".join(stores.ALL))
@@ -888,4 +887,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # Here and not in main(): a program that calls that has handlers of its own.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # tidies up as Ctrl-C does
     sys.exit(main())
