@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers_of_signals_stay() -> Iterator[None]:
-    """What one test sets, processes that later ones start would inherit: they could not be ended."""
+    """Processes that later tests start would inherit what one sets, and could not be ended."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
