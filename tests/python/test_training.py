@@ -288,7 +288,7 @@ def test_a_step_costs_what_the_batch_costs(path):
             ids = np.random.default_rng(0).integers(0, 1_000_000, 1_024)
             table.update(ids, np.ones((1_024, 64), np.float32))
             stats = table.stats()
-            return stats["misses"], stats["dirty_pages"]
+            return stats["misses"], stats["pages_generated"], stats["hits"]
 
     path.mkdir()
     assert pages_touched(1_000_000) == pages_touched(10_000_000)
