@@ -35,7 +35,6 @@ def test_wrong_options_are_wrong_usage(cli, tmp_path):
         (["--direct", "--no-direct"], "--no-direct"),
         (["--table-memory", "much"], "--table-memory"),
         (["--table-memory", "0"], "--table-memory"),
-        (["--direct", "--no-direct"], "--no-direct"),
     ):
         result = cli("create", tmp_path / "s" / "t", "--rows", "5", "--dim", "2", *options)
         assert result.code == 2
