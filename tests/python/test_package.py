@@ -156,7 +156,8 @@ def test_the_example_of_the_readme(tmp_path, monkeypatch):
     names = {"ids": [3, 1, 4, 1], "next_ids": [5, 9], "grads": grads}
     exec(compile(example, readme, "exec"), names)
     assert names["rows"].shape == (4, 128)
-    with em.open("tables", mode="r", memory="128MiB") as store:
+    folder = re.search(r'em\.open\("([^"]+)"', example)[1]
+    with em.open(folder, mode="r", memory="128MiB") as store:
         assert store["items"].step == 1
         assert store.commit_number >= 1
 
