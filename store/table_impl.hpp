@@ -35,8 +35,9 @@ std::string table_header(const Schema& schema, const Geometry& geometry);
 // Two locks of a table say who may do what: files_ is shared by all that only wants rows, and taken alone by what changes the
 // number of rows, files or memory, or writes past the hot pages; rows_, inside it, is shared by those who copy rows out of frames
 // and taken alone by those who change rows there. A batch holds its pages first and takes rows_ then: it does not wait for the
-// disk with rows_ taken, so that one batch computes while another one reads. A scan shares rows_ from its first page to its last. A batch that needs several passes takes files_ alone
-// instead: as long as it is between two passes it keeps nobody from giving frames back.
+// disk with rows_ taken, so that one batch computes while another one reads. A scan shares rows_ from its first page to its last.
+// A batch that needs several passes takes files_ alone instead: as long as it is between two passes it keeps nobody from giving
+// frames back.
 //
 // Lock order: Store::Impl's mutex, then files_, then hot_mutex_, then a Hold (which may have to be waited for), then rows_, then
 // HotPages' own. Nothing calls back up with one of them held.
