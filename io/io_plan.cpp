@@ -15,7 +15,6 @@ namespace {
 
 constexpr std::uint64_t kLargestOffset = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
 
-std::uint64_t round_down(std::uint64_t a, std::uint64_t multiple) { return a / multiple * multiple; }
 std::uint64_t end_of(const IoPiece& piece) { return piece.offset + piece.bytes; }
 
 class Planner {

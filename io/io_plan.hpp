@@ -12,6 +12,9 @@
 
 namespace embermap {
 
+// The largest multiple of `multiple` that is not above `a`; `multiple` > 0.
+constexpr std::uint64_t round_down(std::uint64_t a, std::uint64_t multiple) noexcept { return a / multiple * multiple; }
+
 // What direct I/O asks of memory addresses, and of offsets and lengths in the file. 0: there is no direct I/O.
 struct DirectAlignment {
   std::uint32_t memory = 0, offset = 0;

@@ -68,8 +68,6 @@ IoPlan direct_part(const IoPlan& plan) {
   return out;
 }
 
-std::uint64_t round_down(std::uint64_t a, std::uint64_t multiple) { return a / multiple * multiple; }
-
 }  // namespace
 
 std::string_view io_engine_name(IoEngine engine) { return kNames[static_cast<std::size_t>(engine)]; }

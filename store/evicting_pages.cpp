@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <chrono>
 #include <exception>
 #include <utility>
 
+#include "base/stopwatch.hpp"
 #include "store/worker.hpp"
 
 namespace embermap {
@@ -17,17 +17,6 @@ constexpr std::uint64_t kFindGrain = 8192;  // look-ups of a thread at a time
 // Write-behind hands this many bytes to the file at a time: enough for the disk to be busy, short enough for whoever wants to
 // change one of the pages.
 constexpr std::uint64_t kRoundBytes = 4U << 20;
-
-// Adds up the time until it dies.
-class Stopwatch {
- public:
-  explicit Stopwatch(std::uint64_t& total) : total_{total} {}
-  ~Stopwatch() { total_ += static_cast<std::uint64_t>((std::chrono::steady_clock::now() - begin_).count()); }
-
- private:
-  std::uint64_t& total_;
-  const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
 
 }  // namespace
 
@@ -195,7 +184,7 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     if (distinct > frames_.size()) return std::nullopt;
     reads.clear();
     replaces.clear();
-    std::optional<Stopwatch> waited;
+    std::optional<Stopwatch<std::uint64_t>> waited;
     if (!wanted.missing.empty() || !wanted.filling.empty() || !wanted.writing.empty()) waited.emplace(counts_.waited_ns);
     if (!wanted.missing.empty()) {
       const bool replaces_any =

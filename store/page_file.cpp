@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
+#include "base/stopwatch.hpp"
 #include "io/checksum.hpp"
 #include "io/elements.hpp"
 
@@ -16,22 +16,6 @@ namespace {
 
 constexpr std::uint64_t kStagingBytes = 2U << 20;  // of pages that are changed on their way to the file
 constexpr std::uint64_t kGrainBytes = 64U << 10;   // what one thread does at a time
-
-// Adds the time it lives.
-class Stopwatch {
- public:
-  explicit Stopwatch(std::atomic<std::uint64_t>& nanoseconds) : nanoseconds_{nanoseconds} {}
-  ~Stopwatch() {
-    const std::chrono::nanoseconds taken = std::chrono::steady_clock::now() - begin_;
-    nanoseconds_ += static_cast<std::uint64_t>(taken.count());
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  std::atomic<std::uint64_t>& nanoseconds_;
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
 
 void sort_by_page(std::span<PageBuffer> pages) {
   std::sort(pages.begin(), pages.end(), [](const PageBuffer& a, const PageBuffer& b) { return a.page < b.page; });

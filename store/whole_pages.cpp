@@ -1,8 +1,9 @@
 #include "store/whole_pages.hpp"
 
 #include <algorithm>
-#include <chrono>
 #include <exception>
+
+#include "base/stopwatch.hpp"
 
 namespace embermap {
 namespace {
@@ -60,9 +61,11 @@ std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf&
     wanted.erase(std::unique(wanted.begin(), wanted.end(), [](const Wanted& a, const Wanted& b) { return a.page == b.page; }),
                  wanted.end());
     distinct += wanted.size();
-    const auto begin = std::chrono::steady_clock::now();
-    const std::uint64_t filled = fill(std::move(wanted), access, held_back);
-    waited_ns_ += static_cast<std::uint64_t>((std::chrono::steady_clock::now() - begin).count());
+    std::uint64_t filled = 0;
+    {
+      const Stopwatch waited(waited_ns_);
+      filled = fill(std::move(wanted), access, held_back);
+    }
     misses_ += filled;
     hits_ += distinct - filled;
   } else {
