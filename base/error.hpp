@@ -77,6 +77,19 @@ class ReadOnlyError : public Error {
   using Error::Error;
 };
 
+// A reader asked for rows of a commit that the writer has replaced in the tables' files since.  embermap.StaleError (OSError)
+class StaleError : public Error {
+ public:
+  using Error::Error;
+};
+
+// More was changed since the last commit than the redo log may hold, and the store was told not to commit by itself. Nothing of
+// the call that threw has been done.  embermap.LogFullError (OSError)
+class LogFullError : public Error {
+ public:
+  using Error::Error;
+};
+
 // memory= is too small for the tables. The text names the least that would do.  MemoryError
 class BudgetError : public Error {
  public:

@@ -104,6 +104,9 @@ int FileOps::fsync(int fd) { return ::fsync(fd); }
 int FileOps::rename(const char* from, const char* to) { return ::rename(from, to); }
 int FileOps::unlink(const char* path) { return ::unlink(path); }
 int FileOps::allocate(int fd, off_t bytes) { return ::fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, bytes); }
+int FileOps::deallocate(int fd, off_t offset, off_t bytes) {
+  return ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
+}
 
 int FileOps::uring_setup(unsigned entries, io_uring* ring, io_uring_params* parameters) {
   const int result = ::io_uring_queue_init_params(entries, ring, parameters);
@@ -125,7 +128,7 @@ int FileOps::rename_new(const char* from, const char* to) {
   if (errno != EPERM && errno != ENOSYS && errno != ENOTSUP && errno != EMLINK) return -1;
   // Neither (FAT and some FUSE file systems): look, then rename. Two programs may pass each other here, nothing can be done about
   // it.
-  struct stat status {};
+  struct stat status{};
   if (::lstat(to, &status) == 0) {
     errno = EEXIST;
     return -1;
@@ -184,7 +187,7 @@ File::~File() {
 }
 
 struct stat File::status() const {
-  struct stat out {};
+  struct stat out{};
   if (::fstat(fd_, &out) != 0) throw IoError(errno, "fstat", path_);
   return out;
 }
@@ -306,7 +309,7 @@ TemporaryFile TemporaryFile::create(const std::filesystem::path& target, bool ov
   if (target.native().find('\0') != std::string::npos) throw IoError(EINVAL, "create", target);
 
   std::filesystem::path resolved = target;
-  struct stat status {};
+  struct stat status{};
   for (int links = 0;; ++links) {
     if (::lstat(resolved.c_str(), &status) != 0) {
       if (errno != ENOENT) throw IoError(errno, "create", target);

@@ -5,6 +5,7 @@
 #include <array>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <utility>
 
 #include "base/checked.hpp"
@@ -218,7 +219,10 @@ Manifest Manifest::load(const std::filesystem::path& store) {
     if (!std::filesystem::exists(store, error)) throw NotFound(fmt::format("no store at {}", printable(store)));
     throw NotFound(fmt::format("{} is not a store: it has no {}", printable(store), kManifestName));
   }
-  const std::string text = read_text(file, kMaxManifest);
+  return parse(read_text(file, kMaxManifest), file);
+}
+
+Manifest Manifest::parse(std::string_view text, const std::filesystem::path& file) {
   const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (json.is_discarded()) throw FormatError(file, text.empty() ? "the manifest is empty" : "the manifest is not valid JSON");
   const Reader top(file, json, "the manifest");
@@ -231,13 +235,26 @@ Manifest Manifest::load(const std::filesystem::path& store) {
   Manifest manifest;
   manifest.commit = top.integer("commit");
   if (manifest.commit >= 1ULL << 63) top.fail(fmt::format("has an impossible 'commit': {}", manifest.commit));
+  // Version 1 had neither revisions nor numbers of tables.
+  if (version > 1) {
+    manifest.revision = top.integer("revision");
+    const std::uint64_t next = top.integer("next_id");
+    if (next == 0 || next >= 1ULL << 32) top.fail(fmt::format("has an impossible 'next_id': {}", next));
+    manifest.next_id = static_cast<std::uint32_t>(next);
+  }
+  std::set<std::uint32_t> ids;
   const Json& tables = top.at("tables");
   if (!tables.is_object()) top.fail("has 'tables' that are no object");
   for (const auto& [name, value] : tables.items()) {
     const Reader reader(file, value, fmt::format("table '{}'", printable(name)));
     try {
       check_table_name(name);
-      manifest.tables.emplace(name, read_table(reader));
+      TableEntry entry = read_table(reader);
+      const std::uint64_t id = version > 1 ? reader.integer("id") : manifest.next_id++;
+      if (id == 0 || id >= manifest.next_id || !ids.insert(static_cast<std::uint32_t>(id)).second)
+        reader.fail(fmt::format("has the id {}, which is another table's, or is not below 'next_id'", id));
+      entry.id = static_cast<std::uint32_t>(id);
+      manifest.tables.emplace(name, std::move(entry));
     } catch (const FormatError&) {
       throw;
     } catch (const Error& problem) {
@@ -247,11 +264,15 @@ Manifest Manifest::load(const std::filesystem::path& store) {
   return manifest;
 }
 
-void Manifest::save(const std::filesystem::path& store, FileOps& ops) const {
-  Json json{{"format", kFormatName}, {"version", kFormatVersion}, {"commit", commit}, {"tables", Json::object()}};
+void Manifest::save(const std::filesystem::path& store, FileOps& ops) const { replace_file(store / kManifestName, text(), ops); }
+
+std::string Manifest::text() const {
+  Json json{{"format", kFormatName}, {"version", kFormatVersion}, {"commit", commit},
+            {"revision", revision},  {"next_id", next_id},        {"tables", Json::object()}};
   for (const auto& [name, entry] : tables) {
     Json& table = json["tables"][name];
-    table = {{"rows", entry.geometry.rows},
+    table = {{"id", entry.id},
+             {"rows", entry.geometry.rows},
              {"dim", entry.dim},
              {"dtype", dtype_name(entry.dtype)},
              {"optimizer", optimizer_json(entry.optimizer)},
@@ -272,7 +293,7 @@ void Manifest::save(const std::filesystem::path& store, FileOps& ops) const {
       if (entry.big_endian) table["byte_order"] = "big";
     }
   }
-  replace_file(store / kManifestName, json.dump(2) + "\n", ops);
+  return json.dump(2) + "\n";
 }
 
 void check_table_name(std::string_view name) {

@@ -19,9 +19,10 @@
 namespace embermap {
 
 inline constexpr std::string_view kManifestName = "embermap.json";
-inline constexpr std::uint64_t kFormatVersion = 1;
+inline constexpr std::uint64_t kFormatVersion = 2;
 
 struct TableEntry {
+  std::uint32_t id = 0;  // the table's in the redo log; never given to another one
   std::uint64_t dim = 0;
   DType dtype = DType::kFloat32;
   Optimizer optimizer = {};
@@ -39,11 +40,17 @@ struct TableEntry {
 
 struct Manifest {
   std::uint64_t commit = 0;
+  std::uint64_t revision =
+      0;  // grows with every manifest that is written, to its file or into the redo log: the higher one counts
+  std::uint32_t next_id = 1;
   std::map<std::string, TableEntry, std::less<>> tables;
 
   // Throws NotFound (no manifest there), FormatError naming the file and key: not JSON, another format, a newer version, wrong
   // types, a geometry that cannot be. Nothing in it is trusted.
   static Manifest load(const std::filesystem::path& store);
+  // The same from a text; `file` is named in errors.
+  static Manifest parse(std::string_view text, const std::filesystem::path& file);
+  std::string text() const;
   // Atomic and durable.
   void save(const std::filesystem::path& store, FileOps& ops) const;
 };

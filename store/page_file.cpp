@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
+#include <utility>
 
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
@@ -43,6 +45,9 @@ PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema
       before_write_{std::move(before_write)},
       alone_{options.alone},
       swap_{options.swap && item_size(schema.dtype()) > 1},
+      logged_{options.logged},
+      log_{options.log},
+      id_{options.id},
       page_io_{std::make_unique<PageIo>(data_, io, options.io)} {
   if (swap_ && schema_.structured())
     throw InvalidArgument(fmt::format("table '{}': structured records have the byte order of this machine", printable(table_)));
@@ -79,17 +84,60 @@ void PageFile::generate_states(std::uint64_t count, std::byte* out) const {
   }
 }
 
+bool PageFile::written(std::uint64_t page) const {
+  return ledger_.written(page) || (logged_ != nullptr && logged_->find(id_, page));
+}
+
+std::uint64_t PageFile::count_written() const {
+  std::uint64_t count = ledger_.count_written();
+  if (logged_ != nullptr)
+    logged_->for_each(id_, [&](std::uint64_t page, const LoggedVersion&) { count += !ledger_.written(page); });
+  return count;
+}
+
 void PageFile::read(std::span<PageBuffer> pages, const Meanwhile& also) {
   if (pages.empty() && also.count == 0) return;
   sort_by_page(pages);
+  if (logged_ == nullptr) {
+    read_now(pages, also);
+    return;
+  }
+  bool again = false;
+  logged_->reading([&] { read_now(pages, std::exchange(again, true) ? Meanwhile{} : also); });
+}
+
+void PageFile::read_now(std::span<const PageBuffer> pages, const Meanwhile& also) {
+  std::vector<LoggedVersion> versions(pages.size());
+  if (logged_ != nullptr && !logged_->empty()) {
+    std::vector<std::uint64_t> numbers(pages.size());
+    std::transform(pages.begin(), pages.end(), numbers.begin(), [](const PageBuffer& page) { return page.page; });
+    logged_->find(id_, numbers, versions);
+  }
   std::vector<PageBuffer> written, fresh;
-  for (const PageBuffer& page : pages) {
+  std::vector<std::optional<std::uint32_t>> recorded;
+  std::vector<std::size_t> in_log;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const PageBuffer& page = pages[i];
+    if (versions[i].there()) {
+      if (versions[i].in_place) {
+        written.push_back(page);
+        recorded.emplace_back(versions[i].checksum);
+      } else {
+        in_log.push_back(i);
+      }
+      continue;
+    }
     const bool is_written = ledger_.written(page.page);
     // A page has a checksum if and only if it was written: a bit that is wrong would show other rows.
     if (!is_written && ledger_.checksum(page.page)) throw damaged(page.page, "is marked as never written, but has a checksum");
     if (is_written && ledger_.keeps_checksums() && !ledger_.adopted() && !ledger_.checksum(page.page))
       throw damaged(page.page, "is marked as written, but has no checksum");
-    (is_written ? written : fresh).push_back(page);
+    if (!is_written) {
+      fresh.push_back(page);
+      continue;
+    }
+    written.push_back(page);
+    recorded.push_back(ledger_.checksum(page.page));
   }
 
   const auto generate_page = [&](const PageBuffer& page) {
@@ -112,11 +160,21 @@ void PageFile::read(std::span<PageBuffer> pages, const Meanwhile& also) {
       pieces,
       [&](std::size_t i) {
         counters_.bytes_read += pieces[i].bytes;
-        arrived(written[i]);
+        arrived(written[i], recorded[i]);
       },
       meanwhile);
-  counters_.pages_read += written.size();
+  counters_.pages_read += written.size() + in_log.size();
   counters_.pages_generated += fresh.size();
+  if (in_log.empty()) return;
+  std::sort(in_log.begin(), in_log.end(), [&](auto a, auto b) { return versions[a].position < versions[b].position; });
+  std::vector<IoPiece> log_pieces;
+  log_pieces.reserve(in_log.size());
+  for (const std::size_t i : in_log)
+    log_pieces.push_back({versions[i].position, pages[i].memory, geometry_.page_bytes(), geometry_.page_bytes()});
+  counters_.read_requests += logged_->read(log_pieces, [&](std::size_t i) {
+    counters_.bytes_read += log_pieces[i].bytes;
+    arrived(pages[in_log[i]], versions[in_log[i]].checksum);
+  });
 }
 
 std::vector<IoPiece> PageFile::pieces_of(std::span<const PageBuffer> pages) const {
@@ -129,10 +187,9 @@ std::vector<IoPiece> PageFile::pieces_of(std::span<const PageBuffer> pages) cons
 
 std::uint64_t PageFile::elements_in(std::uint64_t page) const { return geometry_.bytes_in(page) / item_size(schema_.dtype()); }
 
-void PageFile::arrived(const PageBuffer& page) const {
+void PageFile::arrived(const PageBuffer& page, std::optional<std::uint32_t> recorded) const {
   const std::uint64_t length = geometry_.bytes_in(page.page);
   std::memset(page.memory + length, 0, geometry_.page_bytes() - length);
-  const auto recorded = ledger_.checksum(page.page);
   if (recorded && *recorded != page_checksum({page.memory, length})) throw damaged(page.page, "does not match its checksum");
   if (swap_) swap_elements(page.memory, page.memory, elements_in(page.page), item_size(schema_.dtype()));
 }
@@ -156,26 +213,118 @@ CorruptError PageFile::damaged(std::uint64_t page, std::string_view how) const {
 void PageFile::write(std::span<PageBuffer> pages) {
   if (pages.empty()) return;
   before_write_();
-  ahead_.store(true);
   sort_by_page(pages);
   const Stopwatch watch(counters_.write_nanoseconds);
-  swap_ ? write_swapped(pages) : write_stored(pages, pieces_of(pages));
+  if (log_ != nullptr) {
+    write_logged(pages);
+    return;
+  }
+  ahead_.store(true);
+  if (swap_) {
+    write_swapped(pages);
+    return;
+  }
+  // Each checksum follows its page: whatever fails, the ledger speaks of what the file has.
+  write_stored(pages, pieces_of(pages), [&](std::uint64_t page, std::uint32_t checksum) { ledger_.record(page, checksum); });
 }
 
-void PageFile::write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces) {
+void PageFile::write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded) {
   std::vector<std::uint32_t> checksums(pieces.size());
   compute_.parallel_for(pieces.size(), std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
                         [&](std::uint64_t begin, std::uint64_t end) {
                           for (std::uint64_t i = begin; i < end; ++i)
                             checksums[i] = page_checksum({pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)});
                         });
-  // Each checksum follows its page: whatever fails, the ledger speaks of what the file has.
   counters_.write_requests += io().write(pieces, [&](std::size_t i) {
-    ledger_.record(pages[i].page, checksums[i]);
+    recorded(pages[i].page, checksums[i]);
     ++counters_.pages_written;
     counters_.bytes_written += pieces[i].bytes;
   });
 }
+
+void PageFile::write_logged(std::span<const PageBuffer> pages) {
+  std::vector<PageBuffer> in_place;
+  std::vector<std::byte*> memory;
+  std::vector<std::uint64_t> numbers;
+  for (const PageBuffer& page : pages) {
+    if (!ledger_.written(page.page) && log_->may_write_in_place(id_, page.page)) {
+      in_place.push_back(page);
+    } else {
+      numbers.push_back(page.page);
+      memory.push_back(page.memory);
+    }
+  }
+  write_in_place(in_place);
+  const std::uint64_t page_bytes = geometry_.page_bytes();
+  log_->append(
+      id_, numbers, page_bytes,
+      [&](std::size_t i, std::byte* out) {
+        const std::uint64_t length = geometry_.bytes_in(numbers[i]);
+        if (swap_)
+          swap_elements(memory[i], out, elements_in(numbers[i]), item_size(schema_.dtype()));
+        else
+          std::memcpy(out, memory[i], length);
+        std::memset(out + length, 0, page_bytes - length);
+        return page_checksum({out, static_cast<std::size_t>(length)});
+      },
+      [&](std::size_t first, std::size_t count) {
+        for (std::size_t i = first; i < first + count; ++i) counters_.bytes_written += geometry_.bytes_in(numbers[i]);
+        counters_.pages_written += count;
+        ++counters_.write_requests;
+      });
+}
+
+void PageFile::write_in_place(std::span<const PageBuffer> pages) {
+  if (pages.empty()) return;
+  std::mutex mutex;
+  std::vector<LogEntry> done;
+  done.reserve(pages.size());
+  write_stored(pages, pieces_of(pages), [&](std::uint64_t page, std::uint32_t checksum) {
+    const std::lock_guard lock(mutex);
+    done.push_back({page, checksum, 0});
+  });
+  log_->append_in_place(id_, done);
+}
+
+void PageFile::write_header(std::string_view header) {
+  if (log_ != nullptr)
+    log_->append_header(id_, std::as_bytes(std::span(header)));
+  else
+    data_.write(0, header);
+}
+
+void PageFile::apply(std::span<const LogTarget::Page> pages) {
+  std::vector<IoPiece> pieces;
+  pieces.reserve(pages.size());
+  for (const LogTarget::Page& page : pages) {
+    if (page.page >= geometry_.pages())
+      throw FormatError(data_.path(), fmt::format("the redo log has page {} for table '{}', which has {}", page.page,
+                                                  printable(table_), geometry_.pages()));
+    pieces.push_back({geometry_.offset_of(page.page), page.memory, geometry_.bytes_in(page.page), geometry_.page_bytes()});
+  }
+  compute_.parallel_for(pieces.size(), std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
+                        [&](std::uint64_t begin, std::uint64_t end) {
+                          for (std::uint64_t i = begin; i < end; ++i)
+                            if (page_checksum({pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)}) != pages[i].checksum)
+                              throw damaged(pages[i].page, "does not match its checksum in the redo log");
+                        });
+  io().write(pieces, [&](std::size_t i) { ledger_.record(pages[i].page, pages[i].checksum); });
+}
+
+void PageFile::apply_header(std::span<const std::byte> header) { data_.write(0, header); }
+
+void PageFile::apply_in_place(std::uint64_t page, std::uint32_t checksum) {
+  if (page >= geometry_.pages())
+    throw FormatError(data_.path(), fmt::format("the redo log has page {} for table '{}', which has {}", page, printable(table_),
+                                                geometry_.pages()));
+  ledger_.record(page, checksum);
+}
+
+void PageFile::sync_data() {
+  sync_once([&] { data_.sync(); });
+}
+
+void PageFile::sync_applied() { sync(); }
 
 void PageFile::write_swapped(std::span<const PageBuffer> pages) {
   const std::uint64_t page_bytes = geometry_.page_bytes();
@@ -188,7 +337,7 @@ void PageFile::write_swapped(std::span<const PageBuffer> pages) {
       pieces[i].memory = staging.data() + i * page_bytes;
       swap_elements(some[i].memory, pieces[i].memory, elements_in(some[i].page), item_size(schema_.dtype()));
     }
-    write_stored(some, pieces);
+    write_stored(some, pieces, [&](std::uint64_t page, std::uint32_t checksum) { ledger_.record(page, checksum); });
   }
 }
 
@@ -223,20 +372,23 @@ void PageFile::seal(std::span<const std::uint64_t> pages) {
   }
 }
 
+template <class Sync>
+void PageFile::sync_once(const Sync& sync) {
+  if (sync_failed_.load())
+    throw CorruptError(
+        fmt::format("{}: a sync has failed; what was written since the last commit may not be on the disk. Abandon the "
+                    "store and open it again",
+                    printable(data_.path())));
+  try {
+    sync();
+  } catch (const IoError& error) {
+    sync_failed_.store(true);
+    if (log_ != nullptr) log_->give_up(error.what());
+    throw;
+  }
+}
+
 void PageFile::sync() {
-  const auto sync_once = [&](const auto& sync) {
-    if (sync_failed_.load())
-      throw CorruptError(
-          fmt::format("{}: a sync has failed; what was written since the last commit may not be on the disk. Abandon the "
-                      "store and open it again",
-                      printable(data_.path())));
-    try {
-      sync();
-    } catch (const IoError&) {
-      sync_failed_.store(true);
-      throw;
-    }
-  };
   sync_once([&] { data_.sync(); });
   ledger_.write_out();  // a full disk may be tried again
   sync_once([&] { ledger_.sync(); });

@@ -18,6 +18,7 @@
 #include "store/geometry.hpp"
 #include "store/initializer.hpp"
 #include "store/page_ledger.hpp"
+#include "store/redo_log.hpp"
 #include "store/schema.hpp"
 
 namespace embermap {
@@ -32,11 +33,19 @@ struct PageFileOptions {
   PageIoOptions io = {};
   bool alone = true;  // nobody else may have changed the file since the ledger was opened: a mismatch means damage
   bool swap = false;  // elements have the other byte order in the file. Not for structured records
+  // Newer pages than those of the file are here, under the number `id`; null: there are none. Must outlive the PageFile.
+  LoggedPages* logged = nullptr;
+  RedoLog* log = nullptr;  // the same, for a writer: written pages go to it; null: they go to the file
+  std::uint32_t id = 0;
 };
 
 // Thread safety: all members but set_geometry and close may be called from several threads, but nobody may read or write a
 // page while another writes it.
-class PageFile {
+//
+// With a log, pages that are written go there, and the file gets them when the log is applied: by apply(), with the checksums
+// that then go to the ledger. Until then the ledger says what the file has, which is what the last applied commit made of it, and
+// written() what whoever reads here sees.
+class PageFile final : public LogTarget {
  public:
   struct Counters {
     std::atomic<std::uint64_t> pages_read{0}, pages_generated{0}, pages_written{0}, bytes_read{0}, bytes_written{0};
@@ -55,8 +64,13 @@ class PageFile {
   // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). `also` is work to
   // be done in the meantime; it is done when this returns. Throws IoError, FormatError (truncated), CorruptError naming the rows.
   void read(std::span<PageBuffer> pages, const Meanwhile& also = {});
-  // Writes the buffers (their order is changed) with their checksums. Durable after sync().
+  // Writes the buffers (their order is changed) with their checksums. Durable after sync(), or with the log's next commit.
   void write(std::span<PageBuffer> pages);
+  // Whether the page was ever written, here or in the log.
+  bool written(std::uint64_t page) const;
+  std::uint64_t count_written() const;
+  // The beginning of the file, as long as kLogBlock: through the log, if there is one.
+  void write_header(std::string_view header);
   // Reads pages as the file has them, written or not, in its byte order and unchecked. done(page) is called for each as it
   // arrives, on several threads at once.
   void read_stored(std::span<PageBuffer> pages, const std::function<void(const PageBuffer&)>& done);
@@ -91,6 +105,14 @@ class PageFile {
   }
   std::string describe(std::uint64_t page) const;  // "page 3 (rows 24 to 31) of table 'items'"
 
+  // LogTarget
+  std::uint64_t page_bytes() const override { return geometry_.page_bytes(); }
+  void apply(std::span<const LogTarget::Page> pages) override;
+  void apply_header(std::span<const std::byte> header) override;
+  void apply_in_place(std::uint64_t page, std::uint32_t checksum) override;
+  void sync_applied() override;
+  void sync_data() override;
+
   // Only while no other call runs.
   void set_geometry(const Geometry& geometry) { geometry_ = geometry; }
   void close();
@@ -99,9 +121,16 @@ class PageFile {
   CorruptError damaged(std::uint64_t page, std::string_view how) const;
   PageIo& io() const;
   std::vector<IoPiece> pieces_of(std::span<const PageBuffer> pages) const;
-  void write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces);
+  void read_now(std::span<const PageBuffer> pages, const Meanwhile& also);
+  // `recorded(page, checksum)` for each page as it is written, on several threads at once.
+  using Recorded = std::function<void(std::uint64_t, std::uint32_t)>;
+  void write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded);
   void write_swapped(std::span<const PageBuffer> pages);
-  void arrived(const PageBuffer& page) const;
+  void write_logged(std::span<const PageBuffer> pages);
+  void write_in_place(std::span<const PageBuffer> pages);
+  void arrived(const PageBuffer& page, std::optional<std::uint32_t> recorded) const;
+  template <class Sync>
+  void sync_once(const Sync& sync);
   std::uint64_t elements_in(std::uint64_t page) const;
 
   std::string table_;
@@ -115,6 +144,9 @@ class PageFile {
   std::function<void()> before_write_;
   bool alone_;
   bool swap_;
+  LoggedPages* const logged_;
+  RedoLog* const log_;
+  const std::uint32_t id_;
   Counters counters_;
   std::atomic<bool> ahead_{false};
   std::atomic<bool> sync_failed_{false};

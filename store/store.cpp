@@ -1,11 +1,21 @@
 #include "store/store.hpp"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "base/error.hpp"
 #include "store/store_impl.hpp"
 
 namespace embermap {
+
+std::string_view durability_name(Durability durability) { return durability == Durability::kCommit ? "commit" : "none"; }
+
+Durability parse_durability(std::string_view name) {
+  if (name == "commit") return Durability::kCommit;
+  if (name == "none") return Durability::kNone;
+  throw InvalidArgument(fmt::format("there is no durability '{}'; there are commit and none", printable(name)));
+}
 
 Store Store::open(const std::filesystem::path& path, const StoreOptions& options) { return Store(Impl::open(path, options)); }
 
@@ -27,6 +37,7 @@ bool Store::contains(std::string_view name) const { return impl_->contains(name)
 std::vector<std::string> Store::tables() const { return impl_->names(); }
 void Store::remove(std::string_view name) { impl_->remove(name); }
 std::uint64_t Store::commit() { return impl_->commit(); }
+std::uint64_t Store::refresh() { return impl_->refresh(); }
 void Store::close() { impl_->close(); }
 void Store::abandon() noexcept { impl_->abandon(); }
 void Store::forget_after_fork() noexcept { impl_->forget_after_fork(); }

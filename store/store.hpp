@@ -18,12 +18,25 @@
 
 namespace embermap {
 
+// What commit() promises.
+enum class Durability : std::uint8_t {
+  // "commit": everything up to it, of all tables, or nothing, whatever happens to process, system or power; opening after a crash
+  // is at the last commit. Costs a redo log: changed pages are written in order, and once more into the tables' files later.
+  kCommit,
+  // "none": pages are written into the tables' files at any time. After a crash they may be of different moments: opening refuses
+  // them until told to accept_unclean. For tables that can be made again.
+  kNone
+};
+std::string_view durability_name(Durability durability);
+Durability parse_durability(std::string_view name);  // throws InvalidArgument listing the names
+
 struct StoreOptions {
   enum class Mode {
     kOpenOrCreate,  // read and write; makes the store if the path is free or an empty directory
     kReadWrite,     // must exist
-    // No lock; writes throw ReadOnlyError. Sees the commit that was last when it opened for as long as no writer changes the
-    // store: pages are rewritten in place. A page that changed meanwhile is CorruptError where page checksums are in memory.
+    // No lock; writes throw ReadOnlyError. Sees the last commit, as a whole, and stays there until refresh(): also while a writer
+    // is at work, until that has moved the files on to a later commit, which it does every now and then; rows that are not in
+    // memory are StaleError then. The writer never waits for a reader.
     kRead
   };
   Mode mode = Mode::kOpenOrCreate;
@@ -40,6 +53,13 @@ struct StoreOptions {
   // How pages go between files and memory. nullopt: chosen for each file by a short probe; what a table got is in its statistics.
   std::optional<IoEngine> io = {};
   std::optional<bool> direct = {};  // past the page cache (O_DIRECT); what is refused falls back
+  Durability durability = Durability::kCommit;
+  // Bytes of redo log: what is changed between two commits takes at most half of it, before the store commits by itself
+  // (autocommit), at the beginning of a call that changes rows, or that call throws LogFullError. A single call may exceed it. 0:
+  // twice `memory`, at least 256 MiB and at most 32 GiB. The log takes disk only as it is used. At least 1 MiB.
+  std::uint64_t log_limit = 0;
+  bool autocommit = true;
+  Progress recovery = {};       // called while opening applies what a crash left in the log: pages done, pages in all
   bool accept_unclean = false;  // take tables as they are after a session that ended without commit (see CorruptError on open)
   FileOps* file_ops = nullptr;  // the system calls to use, for tests that inject faults; must outlive the store
 };
@@ -78,8 +98,13 @@ class Store {
   std::vector<std::string> tables() const;  // sorted
   void remove(std::string_view name);       // deletes its files (an adopted file stays); durable
 
-  // Writes all dirty pages, syncs, and records the commit. Returns its number; without changes the last one's.
+  // Makes all changes of all tables durable, as one. Returns the commit's number; without changes the last one's. Other calls go
+  // on while the disk is waited for. A failed sync is final: the store takes no writes from then on (CorruptError), and is at the
+  // commit before when it is opened again. Other errors (disk full) leave everything as it was: commit() may be tried again.
   std::uint64_t commit();
+  // Brings a reader to the last commit: tables made since are there, removed ones closed, handles show the new rows. Returns the
+  // commit's number. Throws as open() does. A writer is there already.
+  std::uint64_t refresh();
   // Commits (if writable) and releases everything: handles throw ClosedError after it. A second call does nothing.
   void close();
   // Releases everything without committing: what was not written stays unwritten.

@@ -6,6 +6,8 @@
 #include <string>
 
 #include "base/error.hpp"
+#include "base/size_text.hpp"
+#include "store/store_impl.hpp"
 
 namespace embermap {
 namespace {
@@ -45,6 +47,20 @@ void UncommittedMark::clear() {
 bool UncommittedMark::is_set() const {
   const std::lock_guard lock(mutex_);
   return set_.has_value();
+}
+
+void ManifestFile::save(const Manifest& manifest) {
+  const std::lock_guard lock(mutex_);
+  if (manifest.revision <= revision_) return;
+  manifest.save(store_, ops_);
+  revision_ = manifest.revision;
+}
+
+void ManifestFile::save_text(std::string_view text) { save(Manifest::parse(text, store_ / kLogName)); }
+
+void ManifestFile::is_saved(std::uint64_t revision) {
+  const std::lock_guard lock(mutex_);
+  revision_ = std::max(revision_, revision);
 }
 
 void Prefetch::State::end() {
@@ -145,6 +161,21 @@ void StoreCore::report(const Progress& progress, std::uint64_t done, std::uint64
     ~Mark() { thread = std::thread::id{}; }
   } const mark_thread(reporting_);
   progress(done, total);
+}
+
+void StoreCore::bound_log() {
+  if (!log) return;
+  log->check_usable();
+  const std::uint64_t bytes = log->uncommitted_bytes() + dirty_bytes.load(std::memory_order_relaxed);
+  if (bytes <= log->limit() / 2) return;
+  const auto store = owner.lock();
+  if (!store) return;  // it is being closed
+  if (!autocommit)
+    throw LogFullError(
+        fmt::format("store {}: {} bytes were changed since the last commit; the redo log's limit ({}) allows for half of "
+                    "it. commit() more often, raise log_limit, or let the store commit by itself (autocommit)",
+                    printable(path), bytes, format_size(log->limit())));
+  store->commit();
 }
 
 CudaEngine& StoreCore::engine(int on_device) {

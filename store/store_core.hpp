@@ -19,6 +19,9 @@
 #include "base/thread_pool.hpp"
 #include "io/file.hpp"
 #include "kernels/cuda.hpp"
+#include "store/log_view.hpp"
+#include "store/manifest.hpp"
+#include "store/redo_log.hpp"
 #include "store/store.hpp"
 #include "store/worker.hpp"
 
@@ -42,6 +45,23 @@ class UncommittedMark {
   FileOps& ops_;
   mutable std::mutex mutex_;
   std::optional<std::uint64_t> set_;  // the number in the file
+};
+
+// embermap.json, written by whoever has the newest manifest: commits as they are applied, and what makes and removes tables.
+// Thread safety: all members may be called from several threads.
+class ManifestFile {
+ public:
+  ManifestFile(std::filesystem::path store, FileOps& ops) : store_{std::move(store)}, ops_{ops} {}
+  // Unless the file is newer, that is. Durable.
+  void save(const Manifest& manifest);
+  void save_text(std::string_view text);
+  void is_saved(std::uint64_t revision);  // the file has it
+
+ private:
+  std::filesystem::path store_;
+  FileOps& ops_;
+  std::mutex mutex_;
+  std::uint64_t revision_ = 0;
 };
 
 // Runs prefetches one after another on a thread of its own, started with the first. At most kMostJobs wait; the oldest is given
@@ -83,12 +103,15 @@ struct StoreCore {
         memory{options.memory},
         replacement{options.replacement},
         write_behind{options.write_behind},
+        durability{options.durability},
+        autocommit{options.autocommit},
         device{options.device},
         page_io{.engine = options.io, .direct = options.direct},
         ops{file_ops},
         compute{options.threads},
         io{kIoThreads},
-        mark{path, file_ops} {}
+        mark{path, file_ops},
+        manifest_file{path, file_ops} {}
 
   // Throws ClosedError after close() and in a forked child, Error in a progress callback, which runs with the store's locks held.
   void check_usable() const;
@@ -99,6 +122,15 @@ struct StoreCore {
     return std::min<std::uint64_t>(of_memory / 32, 16ULL << 20);
   }
   std::uint64_t transfer_bytes() const noexcept { return transfer_bytes(memory); }
+  // Of the budget, for the index of the redo log.
+  static std::uint64_t log_index_bytes(std::uint64_t of_memory, std::uint64_t limit) noexcept {
+    return std::min(of_memory / 32, LogIndex::bytes_for(limit / 4096));
+  }
+  // To be called before rows are changed, with no lock held: where what was changed since the last commit takes half of the log's
+  // limit, commits, or throws LogFullError if that is not wanted.
+  void bound_log();
+  // What is dirty in memory, of all tables, will go to the log as well.
+  std::atomic<std::uint64_t> dirty_bytes{0};
   // The kernels of a device. Throws CudaError if the store was opened for none or another.
   CudaEngine& engine(int on_device);
 
@@ -112,12 +144,18 @@ struct StoreCore {
   const std::uint64_t memory;
   const Replacement replacement;
   const bool write_behind;
+  const Durability durability;
+  const bool autocommit;
   const int device;
   const PageIoOptions page_io;
   FileOps& ops;
   ThreadPool compute;
   ThreadPool io;
   UncommittedMark mark;
+  ManifestFile manifest_file;
+  std::unique_ptr<RedoLog> log;   // of a writer with Durability::kCommit
+  std::unique_ptr<LogView> view;  // of a reader, where there is a log
+  LoggedPages* logged = nullptr;  // what is newer than the files: either of the two, or none
   Prefetcher prefetcher;
   Worker cleaner;  // write-behind of all tables
   std::atomic<std::uint64_t> commit{0};

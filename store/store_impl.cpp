@@ -5,7 +5,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <set>
+#include <thread>
 
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
@@ -15,11 +18,16 @@
 namespace embermap {
 namespace {
 
-constexpr std::string_view kLockName = "LOCK";
+constexpr std::string_view kWriterLockName = "LOCK";
+
+// Of the redo log.
+constexpr std::uint64_t kSmallestLimit = 1U << 20, kLeastLimit = 256U << 20, kMostLimit = std::uint64_t{32} << 30;
+
+constexpr int kMostLooks = 200;  // of a reader at a store that changes
 
 // Also true for a dangling symbolic link.
 bool is_there(const std::filesystem::path& path) {
-  struct stat status {};
+  struct stat status{};
   return lstat(path.c_str(), &status) == 0;
 }
 
@@ -29,7 +37,8 @@ bool is_leftover(const std::filesystem::path& file) {
 }
 
 // Names the header of a table's file against what the manifest says.
-void check_header(const NpyHeader& header, const std::filesystem::path& file, const Schema& schema, const TableEntry& entry) {
+void check_header(const NpyHeader& header, const std::filesystem::path& file, const Schema& schema, const TableEntry& entry,
+                  bool resized) {
   const auto fail = [&](std::string_view what) {
     return FormatError(file, fmt::format("{} (shape {}, dtype {}); the manifest says {} rows x {} of {}, {} bytes a record", what,
                                          header.shape_text(), header.dtype_text(), entry.geometry.rows, entry.dim,
@@ -39,7 +48,8 @@ void check_header(const NpyHeader& header, const std::filesystem::path& file, co
     throw fail("the file is in Fortran order");
   if (header.item_bytes == 0) throw fail("the file holds no elements");
   const std::uint64_t rows = header.shape.empty() ? 0 : header.shape[0];
-  if (rows < entry.geometry.rows || (entry.adopted && rows != entry.geometry.rows)) throw fail("the file has other rows");
+  if ((rows < entry.geometry.rows && !resized) || (entry.adopted && rows != entry.geometry.rows))
+    throw fail("the file has other rows");
   if (header.data_offset != entry.geometry.data_offset) throw fail(fmt::format("its data begins at byte {}", header.data_offset));
   if (!schema.structured()) {
     const bool same =
@@ -57,6 +67,13 @@ void check_header(const NpyHeader& header, const std::filesystem::path& file, co
     if (header.fields[i].name != field.name || header.fields[i].offset != field.offset || header.fields[i].bytes != field.bytes)
       throw fail(fmt::format("the file's field {} is '{}'", i, printable(header.fields[i].name)));
   }
+}
+
+CorruptError unclean_end(const std::filesystem::path& store, std::uint64_t commit, std::string_view why) {
+  return CorruptError(
+      fmt::format("store {} has pages written after its last commit ({}): {}. Its tables may mix committed and later rows; "
+                  "accept_unclean, or 'embermap recover', takes them as they are",
+                  printable(store), commit, why));
 }
 
 // In a forked child the threads that wait on an object's condition variables do not exist, and destroying those would wait for
@@ -104,7 +121,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
   if (!absolute.has_filename()) absolute = absolute.parent_path();
 
   const bool made = options.mode == Mode::kOpenOrCreate && !is_there(absolute) && make_directory(absolute);
-  struct stat status {};
+  struct stat status{};
   if (::stat(absolute.c_str(), &status) != 0) {
     if (errno == ENOENT && !is_there(absolute)) throw NotFound(fmt::format("no store at {}", printable(absolute)));
     throw IoError(errno, "stat", absolute);
@@ -114,7 +131,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     if (!made && !is_store(absolute)) {
       if (options.mode != Mode::kOpenOrCreate) Manifest::load(absolute);  // says what is wrong
       for (const auto& item : std::filesystem::directory_iterator(absolute, error))
-        if (item.path().filename() != kLockName && !is_leftover(item.path()))
+        if (item.path().filename() != kWriterLockName && !is_leftover(item.path()))
           throw AlreadyExists(
               fmt::format("{} is not a store (no {}), and it is not empty (it holds {}); give a new or empty directory",
                           printable(absolute), kManifestName, printable(item.path().filename())));
@@ -122,7 +139,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     }
     WriterLock lock;
     if (options.mode != Mode::kRead) {
-      lock = WriterLock::acquire(absolute / kLockName, absolute);
+      lock = WriterLock::acquire(absolute / kWriterLockName, absolute);
       for (const auto& item : std::filesystem::directory_iterator(absolute, error))
         if (is_leftover(item.path())) ops.unlink(item.path().c_str());
     }
@@ -133,70 +150,180 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     } else {
       manifest = Manifest::load(absolute);
     }
-    const bool unclean = UncommittedMark::present(absolute, manifest.commit);
-    if (unclean && !options.accept_unclean)
-      throw CorruptError(
-          fmt::format("store {} has pages written after its last commit ({}): {}. Its tables may mix committed and later rows; "
-                      "accept_unclean, or 'embermap recover', takes "
-                      "them as they are",
-                      printable(absolute), manifest.commit,
-                      options.mode == Mode::kRead ? "a writer is at work, or its session ended without commit"
-                                                  : "a session ended without commit"));
+    const bool unclean = options.mode != Mode::kRead && UncommittedMark::present(absolute, manifest.commit);
+    if (unclean && !options.accept_unclean) throw unclean_end(absolute, manifest.commit, "a session ended without commit");
 
     std::shared_ptr<StoreCore> core(new StoreCore(absolute, options, ops),
                                     [](StoreCore* gone) { delete_unless_forked(gone, gone->process); });
+    core->manifest_file.is_saved(manifest.revision);
+    if (core->writable) manifest = recover(*core, options, std::move(manifest));
     std::shared_ptr<Impl> impl(new Impl(core, std::move(lock), std::move(manifest)));
     core->owner = impl;
     const std::lock_guard guard(impl->mutex_);
-    // A table whose files are gone or damaged does not take the others with it: whoever asks for it gets the error.
-    auto entries = impl->manifest_.tables;
-    for (const auto& [name, entry] : impl->manifest_.tables) {
-      try {
-        impl->tables_.emplace(name, impl->open_table(name, entry));
-      } catch (const Error&) {
-        impl->broken_.emplace(name, std::current_exception());
-        entries.erase(name);
-      }
+    if (!core->writable) {
+      impl->look(options.accept_unclean);
+      return impl;
     }
-    const auto shares = plan(core->memory, core->replacement, entries);
-    impl->apply(shares);
-    if (unclean && core->writable) {
+    impl->open_tables();
+    if (unclean) {
       for (const auto& [name, table] : impl->tables_) table->reseal();
       impl->commit_locked(/*even_unchanged=*/true);
-    } else if (core->writable) {
+    } else {
       core->mark.clear();  // a stale one
     }
     return impl;
   } catch (...) {
     if (made) {  // nothing half-made stays
-      ops.unlink((absolute / kManifestName).c_str());
-      ops.unlink((absolute / kLockName).c_str());
+      for (const std::string_view name : {kManifestName, kWriterLockName, kLogName}) ops.unlink((absolute / name).c_str());
       ::rmdir(absolute.c_str());
     }
     throw;
   }
 }
 
+void Store::Impl::open_tables() {
+  broken_.clear();
+  // A table whose files are gone or damaged does not take the others with it: whoever asks for it gets the error.
+  auto entries = manifest_.tables;
+  for (const auto& [name, entry] : manifest_.tables) {
+    try {
+      const auto known = tables_.find(name);
+      if (known == tables_.end()) {
+        tables_.emplace(name, open_table(name, entry));
+        continue;
+      }
+      auto [data, ledger] = open_files(name, entry);
+      known->second->replace_files(entry, std::move(data), std::move(ledger));
+    } catch (const Error&) {
+      broken_.emplace(name, std::current_exception());
+      entries.erase(name);
+      tables_.erase(name);
+    }
+  }
+  const auto shares = plan(core_->memory, core_->replacement, entries);
+  for (const auto& [name, table] : tables_) table->set_share(shares.at(name));
+}
+
+void Store::Impl::look(bool accept_unclean) {
+  for (int attempt = 1;; ++attempt) {
+    auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
+    Manifest manifest = Manifest::load(core_->path);
+    if (view && !view->manifest().empty()) {
+      Manifest committed = Manifest::parse(view->manifest(), core_->path / kLogName);
+      if (committed.revision > manifest.revision) manifest = std::move(committed);
+    }
+    if (UncommittedMark::present(core_->path, manifest.commit) && !accept_unclean)
+      throw unclean_end(core_->path, manifest.commit,
+                        "a writer without a redo log is at work, or its session ended without commit");
+    const bool whole = !view || manifest.commit <= view->commit();
+    if (whole) {
+      const auto still = stand_still();
+      std::erase_if(tables_, [&](const auto& item) {
+        const auto listed = manifest.tables.find(item.first);
+        const bool gone = listed == manifest.tables.end() || !item.second->is(listed->second);
+        item.second->drop_files();
+        return gone;
+      });
+      core_->view = std::move(view);
+      core_->logged = core_->view.get();
+      manifest_ = std::move(manifest);
+      core_->commit = manifest_.commit;
+      open_tables();
+      if (!core_->view || core_->view->unchanged()) return;
+    }
+    // The writer came in between. It begins and ends to apply commits a few times a second at most.
+    if (attempt == kMostLooks) throw StaleError(fmt::format("store {} changes all the time", printable(core_->path)));
+    std::this_thread::sleep_for(std::chrono::milliseconds(std::min(attempt, 50)));
+  }
+}
+
+std::uint64_t Store::Impl::refresh() {
+  const auto guard = lock();
+  if (!core_->writable) look(/*accept_unclean=*/!core_->checks_pages);
+  return manifest_.commit;
+}
+
+Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Manifest manifest) {
+  const std::filesystem::path path = core.path / kLogName;
+  if (core.durability == Durability::kNone && !is_there(path)) return manifest;
+  const std::uint64_t twice = checked_mul(core.memory, 2, "bytes of the redo log");
+  const std::uint64_t limit = options.log_limit != 0 ? options.log_limit : std::clamp(twice, kLeastLimit, kMostLimit);
+  if (limit < kSmallestLimit)
+    throw InvalidArgument(fmt::format("a log_limit of {} bytes is too small: a redo log has at least {} ({})", limit,
+                                      kSmallestLimit, format_size(kSmallestLimit)));
+  const RedoLogOptions log_options{.limit = limit,
+                                   .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
+                                   .io = core.page_io};
+  core.log = std::make_unique<RedoLog>(
+      path, log_options, core.compute, core.io, core.ops, [&core](std::string_view text) { core.manifest_file.save_text(text); },
+      manifest.commit);
+  RedoLog& log = *core.log;
+  if (log.found()) {
+    Manifest committed = Manifest::parse(log.found()->manifest, path);
+    if (committed.revision > manifest.revision) manifest = std::move(committed);
+  }
+  // Pages go to the files before anything else looks at those: a resize may have been committed, and the files not have it yet.
+  struct Recovered {
+    Schema schema;
+    std::unique_ptr<PageFile> file;
+  };
+  std::vector<std::unique_ptr<Recovered>> files;
+  std::set<std::uint32_t> tables = log.tables();
+  for (const auto& [name, entry] : manifest.tables) {
+    if (tables.erase(entry.id) == 0) continue;
+    auto recovered = std::make_unique<Recovered>(Recovered{Schema(entry.dim, entry.dtype, entry.optimizer), nullptr});
+    File data = File::open(entry.adopted ? *entry.adopted : core.path / (name + ".npy"), File::Mode::kReadWrite, core.ops);
+    PageLedger ledger = PageLedger::open(File::open(core.path / (name + ".pages"), File::Mode::kReadWrite, core.ops));
+    if (ledger.pages() < entry.geometry.pages())
+      throw FormatError(core.path / (name + ".pages"),
+                        fmt::format("page file of {} pages, but the table has {}", ledger.pages(), entry.geometry.pages()));
+    recovered->file = std::make_unique<PageFile>(
+        name, std::move(data), std::move(ledger), recovered->schema, entry.geometry, entry.init, entry.seed, core.compute,
+        core.io, [] {}, PageFileOptions{.io = core.page_io});
+    log.attach(entry.id, *recovered->file);
+    files.push_back(std::move(recovered));
+  }
+  for (const std::uint32_t removed : tables) log.detach(removed, /*forget=*/true);
+  log.apply_all(options.recovery);
+  for (const auto& [name, entry] : manifest.tables) log.detach(entry.id, /*forget=*/false);
+  core.manifest_file.save(manifest);
+  if (core.durability == Durability::kNone) {
+    core.log.reset();
+    if (core.ops.unlink(path.c_str()) != 0) throw IoError(errno, "unlink", path);
+    sync_directory(core.path, core.ops);
+    return manifest;
+  }
+  core.logged = core.log.get();
+  return manifest;
+}
+
 std::shared_ptr<TableImpl> Store::Impl::open_table(const std::string& name, const TableEntry& entry) {
+  auto [data, ledger] = open_files(name, entry);
+  return {new TableImpl(core_, name, entry, std::move(data), std::move(ledger)),
+          [process = core_->process](TableImpl* gone) { delete_unless_forked(gone, process); }};
+}
+
+std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, const TableEntry& entry) const {
   const std::filesystem::path path = entry.adopted ? *entry.adopted : data_path(name);
   const bool write = core_->writable && (!entry.adopted || entry.adopted_writable);
   File data = File::open(path, write ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops);
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
   const NpyHeader header = read_npy_header(data);
-  check_header(header, path, schema, entry);
+  // A resize that is committed, but not applied: the header in the file is that of the rows before.
+  const bool resized = core_->view && core_->view->find(entry.id, kHeaderPage);
+  check_header(header, path, schema, entry, resized);
   if (!entry.adopted && write && header.shape[0] != entry.geometry.rows) {
     // A resize was interrupted; the manifest says which size counts.
     data.write(0, table_header(schema, entry.geometry));
-    data.resize(entry.geometry.file_bytes());
   }
+  if (!entry.adopted && write && data.size() > entry.geometry.file_bytes()) data.resize(entry.geometry.file_bytes());
   PageLedger ledger =
       PageLedger::open(File::open(pages_path(name), core_->writable ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops));
   const std::uint64_t pages = entry.geometry.pages();
   if (ledger.pages() < pages)
     throw FormatError(pages_path(name), fmt::format("page file of {} pages, but the table has {}", ledger.pages(), pages));
   if (ledger.pages() > pages && core_->writable) ledger.resize(pages);  // a resize was interrupted
-  return {new TableImpl(core_, name, entry, std::move(data), std::move(ledger)),
-          [process = core_->process](TableImpl* gone) { delete_unless_forked(gone, process); }};
+  return {std::move(data), std::move(ledger)};
 }
 
 std::unique_lock<std::mutex> Store::Impl::lock() const {
@@ -225,6 +352,7 @@ TableEntry Store::Impl::new_entry(std::string_view name, const TableOptions& opt
   const Schema schema(options.dim, options.dtype, options.optimizer);
   check_initializer(options.init, options.dtype);
   TableEntry entry;
+  entry.id = manifest_.next_id;
   entry.dim = options.dim;
   entry.dtype = options.dtype;
   entry.optimizer = options.optimizer;
@@ -278,10 +406,10 @@ Table Store::Impl::complete(const std::string& name, const TableEntry& entry, Ne
   }
 }
 
-void Store::Impl::discard(std::string_view name, bool adopted) const noexcept {
+void Store::Impl::discard(std::string_view name, bool adopted) noexcept {
   try {
     // The manifest may have been replaced before the call that failed. As long as it lists the table, its files stay.
-    if (Manifest::load(core_->path).tables.contains(name)) manifest_.save(core_->path, core_->ops);
+    if (Manifest::load(core_->path).tables.contains(name)) replace_manifest(manifest_);
     if (!adopted) core_->ops.unlink(data_path(name).c_str());
     core_->ops.unlink(pages_path(name).c_str());
   } catch (const std::exception&) {
@@ -300,13 +428,14 @@ Table Store::Impl::create(std::string_view name, const TableOptions& options) {
 
 Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   Manifest manifest = manifest_;
+  if (manifest.next_id == ~0U) throw InvalidArgument("a store can number no more tables");
+  ++manifest.next_id;
   manifest.tables.emplace(name, entry);
   const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
   auto table = open_table(name, entry);
   apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
   table->set_share(shares.at(name));
-  manifest.save(core_->path, core_->ops);
-  manifest_ = std::move(manifest);
+  replace_manifest(std::move(manifest));
   tables_.emplace(name, table);
   return Table(std::move(table));
 }
@@ -401,6 +530,7 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
   if (dtype && *dtype != *found) throw refuse(fmt::format("it is not {}", dtype_name(*dtype)));
 
   TableEntry entry;
+  entry.id = manifest_.next_id;
   entry.dim = header.shape[1];
   entry.dtype = *found;
   const Schema schema(entry.dim, entry.dtype, {});
@@ -453,10 +583,9 @@ void Store::Impl::remove(std::string_view name) {
   // Out of the manifest first: a crash in between leaves files that belong to nobody, not a table without files.
   Manifest manifest = manifest_;
   manifest.tables.erase(listed->first);
-  manifest.save(core_->path, core_->ops);
-  manifest_ = std::move(manifest);
+  replace_manifest(std::move(manifest));
   if (const auto found = tables_.find(name); found != tables_.end()) {
-    found->second->close();
+    found->second->close(/*removed=*/true);
     tables_.erase(found);
   }
   if (const auto found = broken_.find(name); found != broken_.end()) broken_.erase(found);
@@ -481,25 +610,54 @@ std::vector<std::unique_lock<FairSharedMutex>> Store::Impl::stand_still() {
   return still;
 }
 
+void Store::Impl::replace_manifest(Manifest manifest) {
+  ++manifest.revision;
+  core_->manifest_file.save(manifest);
+  manifest_ = std::move(manifest);
+}
+
 std::uint64_t Store::Impl::commit_locked(bool even_unchanged) {
-  const auto still = stand_still();
-  return commit_still(even_unchanged);
+  std::optional<PendingCommit> pending;
+  {
+    const auto still = stand_still();
+    if (!core_->log) return commit_still(even_unchanged);
+    pending = begin_commit(even_unchanged);
+  }
+  return pending ? finish_commit(std::move(*pending)) : manifest_.commit;
 }
 
 std::uint64_t Store::Impl::commit_still(bool even_unchanged) {
+  auto pending = begin_commit(even_unchanged);
+  return pending ? finish_commit(std::move(*pending)) : manifest_.commit;
+}
+
+std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_unchanged) {
   // The mark counts as a change: pages were written that no manifest knows of, be it by a commit that failed or in a table
   // removed since.
   bool changed = even_unchanged || core_->mark.is_set();
   for (const auto& [name, table] : tables_) changed = changed || table->changed();
-  if (!changed) return manifest_.commit;
-  Manifest manifest = manifest_;
-  for (const auto& [name, table] : tables_) manifest.tables.insert_or_assign(name, table->flush_and_sync());
-  ++manifest.commit;
-  manifest.save(core_->path, core_->ops);
-  manifest_ = std::move(manifest);
-  core_->commit = manifest_.commit;
+  if (!changed) return std::nullopt;
+  PendingCommit pending{manifest_, {}};
+  for (const auto& [name, table] : tables_) pending.manifest.tables.insert_or_assign(name, table->flush_and_sync());
+  ++pending.manifest.commit;
+  ++pending.manifest.revision;
+  if (!core_->log) return pending;
+  pending.log = core_->log->begin_commit(pending.manifest.commit, pending.manifest.text());
   for (const auto& [name, table] : tables_) table->mark_committed();
-  core_->mark.clear();
+  return pending;
+}
+
+std::uint64_t Store::Impl::finish_commit(PendingCommit pending) {
+  if (pending.log)
+    core_->log->finish_commit(std::move(*pending.log));
+  else
+    core_->manifest_file.save(pending.manifest);
+  manifest_ = std::move(pending.manifest);
+  core_->commit = manifest_.commit;
+  if (!core_->log) {
+    for (const auto& [name, table] : tables_) table->mark_committed();
+    core_->mark.clear();
+  }
   return manifest_.commit;
 }
 
@@ -527,6 +685,10 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
 
   const auto shares_before = plan(core_->memory, core_->replacement, manifest_.tables);
   commit_still(/*even_unchanged=*/false);
+  if (core_->log) {
+    grow_logged(table, rows, weights, shares, shares_before);
+    return;
+  }
   core_->mark.set(manifest_.commit);
   try {
     table.grow(rows);
@@ -546,7 +708,7 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
       // The files must never be shorter than the manifest says, so that comes first. Where undoing fails as well, the store has
       // an unclean end.
       manifest_.tables.at(table.name()).geometry.rows = before;  // the commit may have come as far as its mark
-      if (listed) manifest_.save(core_->path, core_->ops);
+      if (listed) replace_manifest(manifest_);
       table.shrink(before, table.last_checksum(before));
       set_shares(shares_before);
       if (!table.ahead()) core_->mark.clear();
@@ -555,6 +717,51 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
     }
     throw;
   }
+}
+
+void Store::Impl::grow_logged(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights,
+                              const std::map<std::string, MemoryShare>& shares,
+                              const std::map<std::string, MemoryShare>& shares_before) {
+  const std::uint64_t before = table.rows();
+  core_->log->apply_all();
+  try {
+    table.grow(rows);
+    if (!weights.empty()) table.fill(before, weights);
+    set_shares(shares);
+    commit_still(/*even_unchanged=*/true);
+  } catch (...) {
+    // A commit whose record could not be written may be on the disk all the same: the table stays as it has it.
+    if (table.rows() == rows && !core_->log->uncommitted(table.id())) throw;
+    core_->log->roll_back();
+    try {
+      table.undo_grow(before, /*files=*/!core_->log->broken());
+      set_shares(shares_before);
+    } catch (const Error&) {
+      // Files longer than the manifest says are cut when the store is opened.
+    }
+    throw;
+  }
+}
+
+void Store::Impl::shrink_logged(TableImpl& table, std::uint64_t rows) {
+  const std::uint64_t before = table.rows();
+  Manifest manifest = manifest_;
+  manifest.tables.at(table.name()).geometry.rows = rows;
+  const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
+  core_->log->apply_all();
+  try {
+    table.cut(rows);
+    commit_still(/*even_unchanged=*/true);
+  } catch (...) {
+    if (table.rows() == rows && !core_->log->uncommitted(table.id())) throw;  // as in grow_logged()
+    core_->log->roll_back();
+    table.undo_cut(before);
+    throw;
+  }
+  // From here the table has so many rows, whatever happens to its files, which are longer.
+  core_->log->apply_all();
+  table.cut_files();
+  set_shares(shares);
 }
 
 void Store::Impl::set_shares(const std::map<std::string, MemoryShare>& shares) {
@@ -572,13 +779,16 @@ void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
     return;
   }
   commit_still(/*even_unchanged=*/false);
+  if (core_->log) {
+    shrink_logged(table, rows);
+    return;
+  }
   const auto last_checksum = table.last_checksum(rows);
   core_->mark.set(manifest_.commit);
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;
   const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
-  manifest.save(core_->path, core_->ops);
-  manifest_ = std::move(manifest);
+  replace_manifest(std::move(manifest));
   table.shrink(rows, last_checksum);
   set_shares(shares);
   commit_still(/*even_unchanged=*/true);
@@ -709,6 +919,7 @@ void Store::Impl::close() {
     if (core_->closed.load()) return;
     const auto still = stand_still();
     if (core_->writable) commit_still(/*even_unchanged=*/false);
+    if (core_->log) core_->log->apply_all();
     core_->closed = true;  // before anyone can change a row that would not be committed
   }
   release();
@@ -723,9 +934,12 @@ void Store::Impl::abandon() noexcept {
 void Store::Impl::release() noexcept {
   core_->prefetcher.stop();
   const std::lock_guard guard(mutex_);
+  if (core_->log) core_->log->stop();
   for (const auto& [name, table] : tables_) table->close();
   tables_.clear();
   core_->cleaner.stop();
+  core_->logged = nullptr;
+  core_->log.reset();
   lock_.release();
 }
 

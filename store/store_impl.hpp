@@ -18,6 +18,7 @@ namespace embermap {
 class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
  public:
   static std::shared_ptr<Impl> open(const std::filesystem::path& path, const StoreOptions& options);
+  std::uint64_t refresh();
   ~Impl();
   // The store of a table. Throws ClosedError if it is gone.
   static std::shared_ptr<Impl> of(StoreCore& core);
@@ -43,6 +44,10 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
  private:
   using Tables = std::map<std::string, std::shared_ptr<TableImpl>, std::less<>>;
 
+  // Opens the tables of manifest_, or their files anew.
+  void open_tables();
+  // Brings a reader to the last commit: log, manifest and files as they were at one moment.
+  void look(bool accept_unclean);
   Impl(std::shared_ptr<StoreCore> core, WriterLock lock, Manifest manifest);
   std::unique_lock<std::mutex> lock() const;  // mutex_, with the store usable
   void check_writable() const;
@@ -62,15 +67,31 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   };
   NewFiles new_files(std::string_view name, const TableEntry& entry) const;
   // Removes the files of a table that could not be added.
-  void discard(std::string_view name, bool adopted) const noexcept;
+  void discard(std::string_view name, bool adopted) noexcept;
   Table complete(const std::string& name, const TableEntry& entry, NewFiles files);
   std::shared_ptr<TableImpl> open_table(const std::string& name, const TableEntry& entry);
+  std::pair<File, PageLedger> open_files(const std::string& name, const TableEntry& entry) const;
   // Adds an entry whose files are complete; on failure removes nothing of them.
   Table add(const std::string& name, const TableEntry& entry);
   // Keeps all tables' users out: what happens then is one moment of all of them.
   std::vector<std::unique_lock<FairSharedMutex>> stand_still();
   std::uint64_t commit_locked(bool even_unchanged);
   std::uint64_t commit_still(bool even_unchanged);  // with all tables standing still
+  // A commit in two parts: what all tables have is gathered while they stand still, and made durable while others go on.
+  struct PendingCommit {
+    Manifest manifest;
+    std::optional<RedoLog::Pending> log;
+  };
+  std::optional<PendingCommit> begin_commit(bool even_unchanged);  // nullopt: nothing has changed
+  std::uint64_t finish_commit(PendingCommit pending);
+  // Makes `manifest`, which is manifest_ with other tables, the store's.
+  void replace_manifest(Manifest manifest);
+  // Opens the log; what a crash left in it goes to the tables' files. Returns the store's manifest.
+  static Manifest recover(StoreCore& core, const StoreOptions& options, Manifest manifest);
+  // grow() and shrinking where there is a log. Everything is committed.
+  void grow_logged(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights,
+                   const std::map<std::string, MemoryShare>& shares, const std::map<std::string, MemoryShare>& shares_before);
+  void shrink_logged(TableImpl& table, std::uint64_t rows);
   void release() noexcept;
   // Shares of the budget for these tables, less what is kept for pages in flight. Throws BudgetError naming the tables and the
   // least that would do.

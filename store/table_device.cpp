@@ -73,6 +73,7 @@ void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t
 
 void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows,
                                std::string_view field_name, CudaStream stream) {
+  core_->bound_log();
   check_writable();
   const Field& field = schema_.field(field_name);
   const DeviceCall call = begin_device(device, ids, count, stream);
@@ -84,6 +85,7 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
                       call.engine.write_back(*call.batch, source, first, frames, core_->compute, stream);
                     });
   rows_written_ += count;
+  note_dirty();
 }
 
 void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream) {
@@ -114,6 +116,7 @@ void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t
 
 void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
                               const std::function<void(CudaEngine&, CudaBatch&)>& change, const std::function<void()>& done) {
+  core_->bound_log();
   const DeviceCall call = begin_device(device, ids, count, stream);
   if (count == 0) return;
   CudaEngine& engine = call.engine;
@@ -137,6 +140,7 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
     done();
   }
   rows_written_ += count;
+  note_dirty();
 }
 
 }  // namespace embermap

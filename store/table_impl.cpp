@@ -29,13 +29,26 @@ TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEnt
       page_of_row_{entry.geometry.rows_per_page},
       entry_{std::move(entry)},
       step_{entry_.step} {
+  make_file(std::move(data), std::move(ledger));
+}
+
+void TableImpl::make_file(File data, PageLedger ledger) {
   StoreCore* const shared = core_.get();  // outlives file_
-  PageFileOptions options{.io = core_->page_io, .alone = core_->writable, .swap = entry_.big_endian};
+  PageFileOptions options{.io = core_->page_io,
+                          .alone = core_->writable,
+                          .swap = entry_.big_endian,
+                          .logged = core_->logged,
+                          .log = core_->log.get(),
+                          .id = entry_.id};
   // Others use such a file too: what of it is in the page cache already may be used from there.
   options.io.prefer_cached = !core_->writable || entry_.adopted.has_value();
   file_ = std::make_unique<PageFile>(
       name_, std::move(data), std::move(ledger), schema_, entry_.geometry, entry_.init, entry_.seed, core_->compute, core_->io,
-      [shared] { shared->mark.set(shared->commit.load()); }, options);
+      [shared] {
+        if (!shared->log) shared->mark.set(shared->commit.load());
+      },
+      options);
+  if (core_->log) core_->log->attach(entry_.id, *file_);
 }
 
 void TableImpl::check_open() const {
@@ -256,6 +269,7 @@ void TableImpl::change(Shared lock, std::span<const std::int64_t> ids, const Bat
       // Before rows_ is let go: until its hold ends, scans take a replaced page from the file, which has the rows before.
       hold.reset();
       change.done();
+      note_dirty();
       return;
     }
   }
@@ -269,9 +283,18 @@ void TableImpl::change(Shared lock, std::span<const std::int64_t> ids, const Bat
     hold.replaced();
   }
   change.done();
+  note_dirty();
+}
+
+void TableImpl::note_dirty() noexcept {
+  if (!core_->log) return;
+  const HotPages* const pages = hot_ready_.load(std::memory_order_acquire);
+  const std::uint64_t bytes = pages == nullptr ? 0 : pages->counts().dirty * entry_.geometry.page_bytes();
+  core_->dirty_bytes += bytes - dirty_known_.exchange(bytes);  // modulo 2^64: others take theirs off
 }
 
 void TableImpl::scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field_name) {
+  core_->bound_log();
   auto lock = side_by_side();
   check_writable();
   const Field& field = schema_.field(field_name);
@@ -297,6 +320,7 @@ void TableImpl::scatter(std::span<const std::int64_t> ids, std::span<const std::
 }
 
 void TableImpl::add(std::span<const std::int64_t> ids, std::span<const std::byte> rows) {
+  core_->bound_log();
   auto lock = side_by_side();
   check_writable();
   check_size(ids.size(), rows.size(), schema_.fields()[0].bytes, "rows");
@@ -323,6 +347,7 @@ StepScalars TableImpl::next_step(std::optional<double> lr) const {
 
 void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
                        std::optional<double> lr) {
+  core_->bound_log();
   auto lock = side_by_side();
   check_writable();
   check_gradient_dtype(grad_dtype);
@@ -410,10 +435,14 @@ void TableImpl::set_memory(std::uint64_t bytes) {
 
 TableImpl::Alone TableImpl::stand_still() { return Alone(files_); }
 
-bool TableImpl::changed() const { return entry_changed_ || file_->ahead() || (hot_ && hot_->counts().dirty != 0); }
+bool TableImpl::changed() const {
+  return entry_changed_ || file_->ahead() || (hot_ && hot_->counts().dirty != 0) ||
+         (core_->log && core_->log->uncommitted(entry_.id));
+}
 
 TableEntry TableImpl::flush_and_sync() {
   if (hot_ && writable()) hot_->flush();
+  note_dirty();
   if (file_->ahead()) file_->sync();
   TableEntry entry = entry_;
   entry.step = step_.load();
@@ -451,7 +480,7 @@ void TableImpl::grow(std::uint64_t rows) {
     // The header never promises more rows than the file has: after growing, before cutting.
     file_->data().resize(after.file_bytes());
     file_->ledger().resize(after.pages());
-    file_->data().write(0, table_header(schema_, after));
+    file_->write_header(table_header(schema_, after));
     file_->set_geometry(after);
     if (buffer.memory != nullptr) file_->write({&buffer, 1});
     file_->sync();
@@ -459,6 +488,7 @@ void TableImpl::grow(std::uint64_t rows) {
     // Files longer than the manifest says are cut when the store is opened; here as much as possible is undone, and the first
     // error reported.
     file_->set_geometry(before);
+    if (core_->log) throw;  // the log is rolled back, and undo_grow() called
     // Its rows before the old end are in the file whether or not it was written.
     if (buffer.memory != nullptr)
       file_->ledger().record(last, page_checksum({buffer.memory, static_cast<std::size_t>(before.bytes_in(last))}));
@@ -473,6 +503,40 @@ void TableImpl::grow(std::uint64_t rows) {
     throw;
   }
   entry_.geometry = after;
+}
+
+void TableImpl::undo_grow(std::uint64_t rows, bool files) {
+  release_hot();
+  entry_.geometry.rows = rows;
+  file_->set_geometry(entry_.geometry);
+  if (!files) return;
+  file_->ledger().resize(entry_.geometry.pages());
+  file_->data().resize(entry_.geometry.file_bytes());
+}
+
+void TableImpl::cut(std::uint64_t rows) {
+  release_hot();
+  Geometry after = entry_.geometry;
+  after.rows = rows;
+  const AlignedBuffer memory(after.page_bytes());
+  PageBuffer last{after.pages() - 1, memory.data()};
+  const bool shorter = rows % after.rows_per_page != 0 && file_->written(last.page);
+  if (shorter) file_->read({&last, 1});
+  entry_.geometry = after;
+  file_->set_geometry(after);
+  file_->write_header(table_header(schema_, after));
+  if (shorter) file_->write({&last, 1});
+}
+
+void TableImpl::undo_cut(std::uint64_t rows) noexcept {
+  entry_.geometry.rows = rows;
+  file_->set_geometry(entry_.geometry);
+}
+
+void TableImpl::cut_files() {
+  file_->ledger().resize(entry_.geometry.pages());
+  file_->data().resize(entry_.geometry.file_bytes());
+  file_->sync();
 }
 
 std::optional<std::uint32_t> TableImpl::last_checksum(std::uint64_t rows) const {
@@ -533,11 +597,30 @@ void TableImpl::release_hot() noexcept {
   pinned_ = {};
   file_->forget_frames();
   hot_.reset();
+  note_dirty();
 }
 
-void TableImpl::close() noexcept {
+bool TableImpl::is(const TableEntry& entry) const noexcept {
+  return entry.id == entry_.id && entry.dim == entry_.dim && entry.dtype == entry_.dtype &&
+         entry.geometry.stride == entry_.geometry.stride && entry.geometry.rows_per_page == entry_.geometry.rows_per_page;
+}
+
+void TableImpl::drop_files() noexcept {
+  release_hot();
+  file_.reset();
+  share_ = {};
+}
+
+void TableImpl::replace_files(TableEntry entry, File data, PageLedger ledger) {
+  entry_ = std::move(entry);
+  step_ = entry_.step;
+  make_file(std::move(data), std::move(ledger));
+}
+
+void TableImpl::close(bool removed) noexcept {
   const Alone lock(files_);
   release_hot();
+  if (core_->log) core_->log->detach(entry_.id, removed);
   file_.reset();
 }
 
@@ -545,7 +628,7 @@ std::filesystem::path TableImpl::data_path() const { return entry_.adopted ? *en
 
 std::uint64_t TableImpl::written_pages() const {
   const auto lock = side_by_side();
-  return file_->ledger().count_written();
+  return file_->count_written();
 }
 
 PageIoReport TableImpl::io_report() const {

@@ -90,9 +90,23 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // Takes effect at once: hot pages that do not fit the share are written and given up. After a failure the old share holds.
   void set_share(const MemoryShare& share);
 
-  void close() noexcept;
+  // The same through the redo log: cut() makes the table shorter for whoever looks, cut_files() its files after that is
+  // committed.
+  void undo_grow(std::uint64_t rows, bool files);
+  void cut(std::uint64_t rows);
+  void undo_cut(std::uint64_t rows) noexcept;
+  void cut_files();
+
+  // For a reader that goes on to a later commit, with stand_still(): whether the table is that of an entry; gives its files up;
+  // takes others.
+  bool is(const TableEntry& entry) const noexcept;
+  void drop_files() noexcept;
+  void replace_files(TableEntry entry, File data, PageLedger ledger);
+
+  void close(bool removed = false) noexcept;
 
   const std::string& name() const noexcept { return name_; }
+  std::uint32_t id() const noexcept { return entry_.id; }  // in the redo log
   const Schema& schema() const noexcept { return schema_; }
   const std::shared_ptr<StoreCore>& core() const noexcept { return core_; }
   std::filesystem::path data_path() const;
@@ -116,6 +130,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void check_gradient_dtype(DType dtype) const;
   HotPages& hot();  // made at first use
   void release_hot() noexcept;
+  void note_dirty() noexcept;  // what is dirty in memory, for StoreCore::bound_log()
+  void make_file(File data, PageLedger ledger);
   void keep_checksums();  // if the share has room for them: from then on every page read is verified
   StepScalars next_step(std::optional<double> lr) const;  // throws InvalidArgument for an lr that cannot be
   void pages_of(std::span<const std::uint64_t> ids, std::span<std::uint64_t> pages) const;
@@ -166,6 +182,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::unique_ptr<PageFile> file_;
   MemoryShare share_;
   std::uint64_t commits_ = 0;  // of this session
+  std::atomic<std::uint64_t> dirty_known_{0};
   mutable std::mutex hot_mutex_;
   std::unique_ptr<HotPages> hot_;
   PinnedRange pinned_;  // of hot_'s slab: ends before it

@@ -103,6 +103,7 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
 }
 
 void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field_name) {
+  core_->bound_log();
   const auto lock = alone();
   check_writable();
   const Field& field = schema_.field(field_name);
@@ -163,7 +164,7 @@ void TableImpl::materialize(const Progress& progress) {
   for (std::uint64_t page = 0; page < geometry.pages();) {
     fresh.clear();
     for (; page < geometry.pages() && fresh.size() < scratch.pages(); ++page)
-      if (!file_->ledger().written(page)) fresh.push_back({page, scratch.page(fresh.size())});
+      if (!file_->written(page)) fresh.push_back({page, scratch.page(fresh.size())});
     file_->read(fresh);
     file_->write(fresh);
     core_->report(progress, page, geometry.pages());
@@ -173,6 +174,12 @@ void TableImpl::materialize(const Progress& progress) {
 VerifyReport TableImpl::verify(const Progress& progress) {
   const auto lock = alone();
   if (hot_ && writable()) hot_->flush();
+  // What is committed is checked where it belongs. What is not is in the log, and checked when it is read.
+  std::unique_lock<std::mutex> paused;
+  if (core_->log) {
+    core_->log->apply_all();
+    paused = core_->log->pause();
+  }
   const Geometry& geometry = entry_.geometry;
   const PageLedger& ledger = file_->ledger();
   VerifyReport report;

@@ -1,0 +1,128 @@
+#include "store/log_format.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "base/aligned_buffer.hpp"
+#include "base/error.hpp"
+#include "io/checksum.hpp"
+
+namespace embermap {
+namespace {
+
+constexpr char kMagic[8] = {'E', 'M', 'B', 'R', 'E', 'D', 'O', '1'};
+constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kRecordMagic = 0x43524D45;  // "EMRC"
+
+struct StoredHeader {
+  char magic[8];
+  std::uint32_t version, zero;
+  std::uint64_t id, serial, tail, applying, applied, checksum;
+};
+static_assert(sizeof(StoredHeader) == 64);
+
+std::uint64_t checksum_of(const StoredHeader& header) {
+  return checksum64(std::as_bytes(std::span(&header, 1)).first(offsetof(StoredHeader, checksum)));
+}
+
+// A header whose counted bytes can be believed: what they take fits the record, and the record the file.
+bool plausible(const LogRecordHeader& header, const LogHeader& log, std::uint64_t position, std::uint64_t file_bytes) {
+  if (header.magic != kRecordMagic || header.id != log.id || header.position != position) return false;
+  if (header.bytes < kLogBlock || header.bytes % kLogBlock != 0 || header.bytes > file_bytes - position) return false;
+  switch (static_cast<LogRecordKind>(header.kind)) {
+    case LogRecordKind::kPages: {
+      if (header.count == 0 || header.count > kMaxLogEntries || header.table >> 32 != 0) return false;
+      const std::uint64_t head = log_record_head(header.count);
+      return head <= header.bytes && header.page_bytes != 0 && header.page_bytes <= (header.bytes - head) / header.count;
+    }
+    case LogRecordKind::kInPlace:
+      return header.count != 0 && header.count <= kMaxLogEntries && header.table >> 32 == 0 &&
+             log_record_head(header.count) <= header.bytes;
+    case LogRecordKind::kCommit: return header.count <= kMaxLogText && header.count <= header.bytes - sizeof header;
+  }
+  return false;
+}
+
+std::uint64_t covered_bytes(const LogRecordHeader& header) {
+  return header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit) ? header.count : header.count * sizeof(LogEntry);
+}
+
+std::uint64_t record_checksum(std::span<const std::byte> header_and_more) { return checksum64(header_and_more); }
+
+}  // namespace
+
+std::optional<LogHeader> read_log_header(const File& file) {
+  std::optional<LogHeader> found;
+  bool foreign = false;
+  for (std::uint64_t slot = 0; slot < 2; ++slot) {
+    StoredHeader stored{};
+    if (file.read_some(slot * kLogBlock, std::as_writable_bytes(std::span(&stored, 1))) < sizeof stored) continue;
+    if (std::memcmp(stored.magic, kMagic, sizeof kMagic) != 0 || checksum_of(stored) != stored.checksum) {
+      foreign = foreign || std::any_of(std::begin(stored.magic), std::end(stored.magic), [](char c) { return c != 0; });
+      continue;
+    }
+    if (stored.version > kVersion)
+      throw FormatError(file.path(),
+                        fmt::format("redo log of version {}; this embermap reads version {}", stored.version, kVersion));
+    if (stored.tail < kLogStart || stored.tail % kLogBlock != 0 || stored.tail >= 1ULL << 62)
+      throw FormatError(file.path(), fmt::format("the redo log's first record cannot begin at byte {}", stored.tail));
+    if (!found || stored.serial > found->serial)
+      found = LogHeader{stored.id, stored.serial, stored.tail, stored.applying, stored.applied};
+  }
+  // A log is made with its header before anything else is in it. One without any is one whose making was interrupted.
+  if (!found && (foreign || file.size() > kLogStart))
+    throw FormatError(file.path(), "neither of the redo log's two headers is whole");
+  return found;
+}
+
+void write_log_header(const File& file, const LogHeader& header) {
+  AlignedBuffer block(kLogBlock);
+  std::memset(block.data(), 0, kLogBlock);
+  StoredHeader stored{{}, kVersion, 0, header.id, header.serial, header.tail, header.applying, header.applied, 0};
+  std::memcpy(stored.magic, kMagic, sizeof kMagic);
+  stored.checksum = checksum_of(stored);
+  std::memcpy(block.data(), &stored, sizeof stored);
+  file.write(header.serial % 2 * kLogBlock, block.span());
+  file.sync();
+}
+
+void seal_log_record(LogRecordHeader header, std::byte* memory, std::uint64_t bytes) {
+  header.magic = kRecordMagic;
+  header.checksum = 0;
+  std::memcpy(memory, &header, sizeof header);
+  header.checksum = record_checksum({memory, sizeof header + static_cast<std::size_t>(bytes)});
+  std::memcpy(memory, &header, sizeof header);
+}
+
+void walk_log(const File& file, const LogHeader& log, const std::function<void(const LogRecord&)>& visit) {
+  const std::uint64_t file_bytes = file.size();
+  std::vector<std::byte> memory(kLogBlock);
+  for (std::uint64_t position = log.tail; position < file_bytes && file_bytes - position >= kLogBlock;) {
+    memory.resize(kLogBlock);
+    file.read(position, memory);
+    LogRecord record;
+    std::memcpy(&record.header, memory.data(), sizeof record.header);
+    if (!plausible(record.header, log, position, file_bytes)) return;
+    const std::uint64_t covered = sizeof record.header + covered_bytes(record.header);
+    if (covered > memory.size()) {
+      memory.resize(covered);
+      file.read(position + kLogBlock, std::span(memory).subspan(kLogBlock));
+    }
+    LogRecordHeader blank = record.header;
+    blank.checksum = 0;
+    std::memcpy(memory.data(), &blank, sizeof blank);
+    if (record_checksum(std::span(memory).first(covered)) != record.header.checksum) return;
+    const std::byte* const body = memory.data() + sizeof record.header;
+    if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit))
+      record.text = {reinterpret_cast<const char*>(body), record.header.count};
+    else
+      record.entries = {reinterpret_cast<const LogEntry*>(body), record.header.count};
+    visit(record);
+    position = record.end();
+  }
+}
+
+}  // namespace embermap

@@ -1,0 +1,93 @@
+// STORE/redo.log, to the byte: what commit() makes durable before the tables' files have it.
+//
+//  | header slot, 4096 | header slot, 4096 | record | record | ...                                   little-endian
+//
+// header slot: "EMBREDO1", u32 version (1), u32 zero, u64 id, u64 serial, u64 tail, u64 applying, u64 applied, u64 XXH3-64 of the
+// 56
+//   bytes before it; zeros. The valid slot with the higher serial counts; the next header goes to the other one.
+//     id        of this life of the log: it begins anew whenever everything in it has been applied; older records have other ids
+//     tail      where the first record lies that may be needed; what lies before is in the tables' files, and may be a hole
+//     applying  pages of this and earlier commits may be in the tables' files; a commit above it has touched none of them, but
+//               for pages that no commit had before
+//     applied   all of this and earlier commits is in the tables' files
+//
+// record: begins at a multiple of 4096 and is one long.
+//   u32 magic "EMRC", u32 kind, u64 id, u64 position (its own), u64 bytes (its length), u64 commit (that it will be part of), u64
+//   table (as "id" in the manifest), u64 page_bytes, u64 count, u64 XXH3-64 of header (this field zero) and entries (or text)
+//   kind 1, pages: `count` entries {u64 page, u32 checksum, u32 zero}; then, from the next multiple of 4096 on, page_bytes for
+//   each
+//     entry: the bytes of the page as they belong into the .npy, zeros behind the last record. Page 2^64 - 1: the .npy's header
+//   kind 2, pages in place: entries as above, no bytes: pages that no commit had before are in the .npy already
+//   kind 3, commit: `count` bytes of text: the manifest. Everything before it is durable and part of it
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "io/file.hpp"
+
+namespace embermap {
+
+inline constexpr std::string_view kLogName = "redo.log";
+inline constexpr std::uint64_t kLogBlock = 4096;
+inline constexpr std::uint64_t kLogStart = 2 * kLogBlock;  // of the first record
+inline constexpr std::uint64_t kHeaderPage = ~0ULL;        // the page number that the .npy's header has in the log
+
+struct LogHeader {
+  std::uint64_t id = 0, serial = 0, tail = kLogStart, applying = 0, applied = 0;
+  bool operator==(const LogHeader&) const = default;
+};
+
+// The header that counts; nullopt where there is none yet: the file ends before its first record, and no slot was ever complete.
+// Throws FormatError for a file that is no log, a newer version, and where both slots are damaged.
+std::optional<LogHeader> read_log_header(const File& file);
+// Writes it to the slot of its serial and makes it durable.
+void write_log_header(const File& file, const LogHeader& header);
+
+enum class LogRecordKind : std::uint32_t { kPages = 1, kInPlace = 2, kCommit = 3 };
+
+struct LogEntry {
+  std::uint64_t page = 0;
+  std::uint32_t checksum = 0;
+  std::uint32_t zero = 0;
+};
+static_assert(sizeof(LogEntry) == 16);
+
+struct LogRecordHeader {
+  std::uint32_t magic = 0;
+  std::uint32_t kind = 0;
+  std::uint64_t id = 0, position = 0, bytes = 0, commit = 0, table = 0, page_bytes = 0, count = 0, checksum = 0;
+};
+static_assert(sizeof(LogRecordHeader) == 72);
+
+inline constexpr std::uint64_t kMaxLogEntries = 1ULL << 18;  // of one record
+inline constexpr std::uint64_t kMaxLogText = 64ULL << 20;
+
+// Bytes of a record before its pages: header and entries, in whole blocks.
+constexpr std::uint64_t log_record_head(std::uint64_t entries) noexcept {
+  return (sizeof(LogRecordHeader) + entries * sizeof(LogEntry) + kLogBlock - 1) / kLogBlock * kLogBlock;
+}
+
+// Fills magic and checksum of a record whose entries or text follow the header in `memory`, which has `bytes` bytes of them.
+void seal_log_record(LogRecordHeader header, std::byte* memory, std::uint64_t bytes);
+
+// What a walk through the log meets. `entries` and `text` live until the call returns.
+struct LogRecord {
+  LogRecordHeader header;
+  std::span<const LogEntry> entries;
+  std::string_view text;
+  std::uint64_t end() const noexcept { return header.position + header.bytes; }
+  // Where the bytes of entry i lie.
+  std::uint64_t data(std::uint64_t i) const noexcept {
+    return header.position + log_record_head(header.count) + i * header.page_bytes;
+  }
+};
+
+// Calls `visit` for each valid record from the tail on, in order, up to the first that is none: where the log ends. The bytes of
+// pages are not read. At most kMaxLogEntries entries are in memory at a time, and none that the file is too short for.
+void walk_log(const File& file, const LogHeader& header, const std::function<void(const LogRecord&)>& visit);
+
+}  // namespace embermap

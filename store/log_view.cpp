@@ -1,0 +1,124 @@
+#include "store/log_view.hpp"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include <utility>
+
+#include "base/error.hpp"
+
+namespace embermap {
+
+LogView::LogView(File file, ThreadPool& io, const PageIoOptions& options)
+    : file_{std::move(file)}, io_{file_, io, options}, applied_to_{kLogStart} {}
+
+std::unique_ptr<LogView> LogView::open(const std::filesystem::path& path, ThreadPool& io, const PageIoOptions& options,
+                                       FileOps& ops) {
+  File file;
+  try {
+    file = File::open(path, File::Mode::kRead, ops);
+  } catch (const IoError& error) {
+    if (error.error_number() == ENOENT) return nullptr;
+    throw;
+  }
+  if (!read_log_header(file)) return nullptr;  // just being made
+  std::unique_ptr<LogView> view(new LogView(std::move(file), io, options));
+  view->load();
+  return view;
+}
+
+void LogView::load() {
+  header_ = header_now();
+  applied_to_ = header_.tail;
+  commit_ = header_.applied;
+  std::uint64_t epoch = header_.tail;
+  walk_log(file_, header_, [&](const LogRecord& record) {
+    if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit)) {
+      epoch = record.end();
+      commit_ = record.header.commit;
+      manifest_ = record.text;
+      return;
+    }
+    const bool in_place = record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kInPlace);
+    for (std::size_t i = 0; i < record.entries.size(); ++i)
+      index_.put(static_cast<std::uint32_t>(record.header.table), record.entries[i].page,
+                 {in_place ? record.header.position : record.data(i), record.entries[i].checksum, in_place}, epoch);
+  });
+  index_.forget_from(epoch);
+}
+
+LogHeader LogView::header_now() const {
+  const auto header = read_log_header(file_);
+  struct stat status = file_.status();
+  // A log that was removed is that of a store whose writer keeps none any more.
+  if (!header || status.st_nlink == 0)
+    throw StaleError(fmt::format("{} is gone: the store was opened without a log since this reader looked; refresh() it",
+                                 printable(file_.path())));
+  return *header;
+}
+
+bool LogView::unchanged() const {
+  const std::lock_guard lock(mutex_);
+  const auto now = read_log_header(file_);
+  return now && now->serial == header_.serial;
+}
+
+void LogView::follow(const LogHeader& now) {
+  const std::lock_guard lock(mutex_);
+  if (now.applying > commit_)
+    throw StaleError(fmt::format("{}: the writer has moved the store on to commit {}; this reader is at commit {}: refresh() it",
+                                 printable(file_.path()), now.applying, commit_));
+  applied_to_ = now.id == header_.id && applied_to_ != LoggedVersion::kNone ? now.tail : LoggedVersion::kNone;
+  const std::uint64_t id = header_.id;
+  header_ = now;
+  if (applied_to_ == LoggedVersion::kNone) header_.id = id;  // of the life that the index speaks of: over for good
+}
+
+void LogView::reading(const std::function<void()>& body) {
+  for (;;) {
+    std::uint64_t serial = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      serial = header_.serial;
+    }
+    std::exception_ptr failure;
+    try {
+      body();
+    } catch (const Error&) {  // of what changed underneath, perhaps
+      failure = std::current_exception();
+    }
+    const LogHeader now = header_now();
+    if (now.serial == serial) {
+      if (failure != nullptr) std::rethrow_exception(failure);
+      return;
+    }
+    follow(now);
+  }
+}
+
+LoggedVersion LogView::place(const LoggedVersion& version) const {
+  LoggedVersion now = version;
+  const std::lock_guard lock(mutex_);
+  if (now.there() && now.position < applied_to_) now.in_place = true;
+  return now;
+}
+
+std::optional<LoggedVersion> LogView::find(std::uint32_t table, std::uint64_t page) const {
+  const auto logged = index_.find(table, page);
+  return logged ? std::optional(place(logged->newest)) : std::nullopt;
+}
+
+void LogView::find(std::uint32_t table, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const {
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const auto logged = index_.find(table, pages[i]);
+    out[i] = logged ? place(logged->newest) : LoggedVersion{};
+  }
+}
+
+void LogView::for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const {
+  index_.for_each([&](const LoggedPage& logged) {
+    if (logged.table == table && logged.page != kHeaderPage) body(logged.page, logged.newest);
+  });
+}
+
+}  // namespace embermap

@@ -1,0 +1,66 @@
+// The redo log as a reader in another process sees it: the pages of the commits that were whole when it looked.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <span>
+#include <string>
+
+#include "base/shared_mutex.hpp"
+#include "base/thread_pool.hpp"
+#include "io/page_io.hpp"
+#include "store/log_format.hpp"
+#include "store/log_index.hpp"
+#include "store/logged_pages.hpp"
+
+namespace embermap {
+
+// A reader stays at one commit. As long as the writer applies nothing later, the tables' files and the log together have it; the
+// log's header says when that ends, and whoever reads looks at it once more afterwards. No lock is taken that the writer would
+// wait for.
+//
+// Thread safety: all members may be called from several threads.
+class LogView final : public LoggedPages {
+ public:
+  // nullptr if the store has no log. `io`, `ops` must outlive it. Throws FormatError, IoError.
+  static std::unique_ptr<LogView> open(const std::filesystem::path& file, ThreadPool& io, const PageIoOptions& options,
+                                       FileOps& ops);
+
+  std::uint64_t commit() const noexcept { return commit_; }
+  // The text of the commit's manifest; empty if the log has no commit that is not in the files.
+  const std::string& manifest() const noexcept { return manifest_; }
+  // True if the writer has neither begun nor ended to apply anything since the log was opened, and has not made the log anew.
+  bool unchanged() const;
+
+  // LoggedPages. reading() throws StaleError if the writer has applied a later commit.
+  bool empty() const noexcept override { return index_.size() == 0; }
+  void reading(const std::function<void()>& body) override;
+  std::optional<LoggedVersion> find(std::uint32_t table, std::uint64_t page) const override;
+  void find(std::uint32_t table, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const override;
+  std::uint64_t read(std::span<const IoPiece> pieces, const PageIo::Done& done) override { return io_.read(pieces, done); }
+  void for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const override;
+
+ private:
+  LogView(File file, ThreadPool& io, const PageIoOptions& options);
+  void load();
+  LogHeader header_now() const;  // throws StaleError if there is no log any more
+  // The pages that were in the log are in the tables' files now. Throws StaleError if later ones may be there, too.
+  void follow(const LogHeader& now);
+  LoggedVersion place(const LoggedVersion& version) const;  // where a version is now
+
+  const File file_;
+  PageIo io_;
+  LogIndex index_;  // as it was when the log was opened
+  std::uint64_t commit_ = 0;
+  std::string manifest_;
+  mutable std::mutex mutex_;
+  LogHeader header_;          // of what follows
+  std::uint64_t applied_to_;  // what lies before this position in the log is in the files
+};
+
+}  // namespace embermap

@@ -1,0 +1,577 @@
+#include "store/redo_log.hpp"
+
+#include <fmt/format.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "base/checked.hpp"
+#include "base/error.hpp"
+
+namespace embermap {
+namespace {
+
+constexpr std::uint64_t kLeastStaging = 64U << 10;
+constexpr std::uint64_t kGrowBytes = 64U << 20;    // of the file at a time, at most; it is sparse
+constexpr std::uint64_t kEncodeGrain = 64U << 10;  // bytes of pages that a thread encodes at a time
+// Applying in the background begins when this share of the limit is committed, so that pages of several commits are written once.
+constexpr std::uint64_t kApplyShare = 8;
+// Until the log is half full it rests this many times as long as it works, so that batches find the disk free.
+constexpr int kRest = 1;
+constexpr std::uint64_t kEntryBytes = 4096;  // of the log that an entry of the index stands for, at least
+
+}  // namespace
+
+File RedoLog::open_file(const std::filesystem::path& path, FileOps& ops, std::uint64_t commit) {
+  struct stat status{};
+  if (::lstat(path.c_str(), &status) == 0) return File::open(path, File::Mode::kReadWrite, ops);
+  File file = File::open(path, File::Mode::kCreateNew, ops);
+  write_log_header(file, {.id = 1, .serial = 1, .applying = commit, .applied = commit});
+  sync_directory(path.parent_path(), ops);
+  return file;
+}
+
+RedoLog::RedoLog(const std::filesystem::path& file, const RedoLogOptions& options, ThreadPool& compute, ThreadPool& io,
+                 FileOps& ops, std::function<void(std::string_view)> save_manifest, std::uint64_t commit)
+    : options_{options},
+      compute_{compute},
+      save_manifest_{std::move(save_manifest)},
+      file_{open_file(file, ops, commit)},
+      io_{file_, io, options.io},
+      staging_{std::max(kLeastStaging, options.transfer_bytes)} {
+  const auto header = read_log_header(file_);
+  header_ = header ? *header : LogHeader{.id = 1, .serial = 1, .applying = commit, .applied = commit};
+  if (!header) set_header(header_);
+  file_bytes_ = file_.size();
+  index_records();
+}
+
+RedoLog::~RedoLog() { stop(); }
+
+void RedoLog::index_records() {
+  head_ = epoch_ = committed_ = header_.tail;
+  commit_ = header_.applied;
+  walk_log(file_, header_, [&](const LogRecord& record) {
+    head_ = record.end();
+    if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit)) {
+      committed_ = epoch_ = head_;
+      commit_ = record.header.commit;
+      manifest_ = record.text;
+      return;
+    }
+    const bool in_place = record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kInPlace);
+    const auto table = static_cast<std::uint32_t>(record.header.table);
+    if (!in_place && record.entries[0].page != kHeaderPage) {
+      const auto known = page_bytes_.emplace(table, record.header.page_bytes).first;
+      if (known->second != record.header.page_bytes)
+        throw FormatError(file_.path(), fmt::format("pages of table {} have {} bytes at byte {} and {} before", table,
+                                                    record.header.page_bytes, record.header.position, known->second));
+    }
+    publish(table, record.entries, record.header.position, 0, in_place, record.data(0), record.header.page_bytes);
+  });
+  index_.forget_from(epoch_);
+  head_ = epoch_;
+  appended_ = 0;
+  touched_.clear();
+  in_place_.clear();
+  entries_ = index_.size();
+  if (committed_ != header_.tail) found_ = Found{commit_, manifest_, index_.size(), committed_ - header_.tail};
+}
+
+std::uint64_t RedoLog::pages_of(std::uint32_t table) const {
+  std::uint64_t count = 0;
+  for_each(table, [&](std::uint64_t, const LoggedVersion&) { ++count; });
+  return count;
+}
+
+std::unique_lock<std::mutex> RedoLog::pause() {
+  {
+    const std::lock_guard lock(mutex_);
+    ++waiting_;
+  }
+  changed_.notify_all();
+  std::unique_lock applying(apply_mutex_);
+  const std::lock_guard lock(mutex_);
+  --waiting_;
+  return applying;
+}
+
+std::uint64_t RedoLog::used() const { return std::max(head_ - header_.tail, index_.size() * kEntryBytes); }
+
+void RedoLog::attach(std::uint32_t table, LogTarget& target) {
+  const auto applying = pause();
+  if (const auto known = page_bytes_.find(table); known != page_bytes_.end() && known->second != target.page_bytes())
+    throw FormatError(file_.path(), fmt::format("has pages of {} bytes for table {}, whose pages have {}", known->second, table,
+                                                target.page_bytes()));
+  const std::lock_guard lock(mutex_);
+  targets_[table] = &target;
+}
+
+void RedoLog::detach(std::uint32_t table, bool forget) {
+  const auto applying = pause();
+  const std::lock_guard lock(mutex_);
+  targets_.erase(table);
+  page_bytes_.erase(table);
+  if (!forget) return;
+  index_.forget_table(table);
+  entries_ = index_.size();
+  touched_.erase(table);
+  in_place_.erase(table);
+}
+
+void RedoLog::check_usable() const {
+  const std::lock_guard lock(mutex_);
+  if (!failure_.empty())
+    throw CorruptError(
+        fmt::format("{}: a sync has failed ({}); the system may have given up what it could not write, so the store takes "
+                    "no writes any more. Abandon it and open it again: it is at its last commit then",
+                    printable(file_.path()), failure_));
+}
+
+bool RedoLog::broken() const {
+  const std::lock_guard lock(mutex_);
+  return !failure_.empty();
+}
+
+std::set<std::uint32_t> RedoLog::tables() const {
+  std::set<std::uint32_t> tables;
+  const std::lock_guard lock(mutex_);
+  index_.for_each([&](const LoggedPage& logged) { tables.insert(logged.table); });
+  return tables;
+}
+
+void RedoLog::give_up(std::string_view why) {
+  const std::lock_guard lock(mutex_);
+  if (failure_.empty()) failure_ = why;
+}
+
+void RedoLog::fail(const IoError& error) {
+  give_up(error.what());
+  throw error;
+}
+
+bool RedoLog::may_write_in_place(std::uint32_t table, std::uint64_t page) const {
+  const std::lock_guard lock(mutex_);
+  const auto logged = index_.find(table, page);
+  return !logged || (logged->newest.in_place && logged->newest.position >= epoch_);
+}
+
+void RedoLog::wait_for_room(std::uint64_t bytes) {
+  std::unique_lock lock(mutex_);
+  const auto roomy = [&] { return used() + bytes <= options_.limit || committed_ == header_.tail; };
+  while (!roomy()) {
+    const std::uint64_t before = applies_;
+    start_applying();
+    if (!applying_) return;  // no thread to be had: rather a long log than no progress
+    ++waiting_;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return applies_ != before || roomy(); });
+    --waiting_;
+    if (!roomy() && apply_failure_ != nullptr) std::rethrow_exception(apply_failure_);
+  }
+}
+
+void RedoLog::write_record(std::uint64_t position, const AlignedBuffer& record, std::uint64_t bytes) {
+  const std::uint64_t end = position + bytes;
+  if (end > file_bytes_) {
+    // Direct writes must lie inside of the file. What is added is a hole.
+    const std::uint64_t size = std::max(end, std::min(file_bytes_ * 2, round_up(end, kGrowBytes)));
+    file_.resize(size);
+    file_bytes_ = size;
+  }
+  const IoPiece piece{position, record.data(), bytes, bytes};
+  io_.write({&piece, 1});
+}
+
+void RedoLog::publish(std::uint32_t table, std::span<const LogEntry> entries, std::uint64_t position, std::uint64_t bytes,
+                      bool in_place, std::uint64_t first_data, std::uint64_t page_bytes) {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < entries.size(); ++i) {
+    const LoggedVersion version{in_place ? position : first_data + i * page_bytes, entries[i].checksum, in_place};
+    index_.put(table, entries[i].page, version, epoch_);
+  }
+  head_ += bytes;
+  appended_ += entries.size();
+  entries_ = index_.size();
+  touched_.insert(table);
+  if (in_place) in_place_.insert(table);
+  counts_.appended_bytes += bytes;
+}
+
+void RedoLog::append(std::uint32_t table, std::span<const std::uint64_t> pages, std::uint64_t page_bytes, const Encode& encode,
+                     const Appended& appended) {
+  const std::lock_guard appending(append_mutex_);
+  const std::uint64_t least = log_record_head(1) + round_up(page_bytes, kLogBlock);
+  if (staging_.size() < least) staging_ = AlignedBuffer(least);
+  // As many pages as fit with their entries.
+  std::uint64_t together = std::min(kMaxLogEntries, staging_.size() / page_bytes);
+  while (together > 1 && log_record_head(together) + round_up(together * page_bytes, kLogBlock) > staging_.size()) --together;
+  for (std::size_t first = 0; first < pages.size(); first += together) {
+    check_usable();
+    const std::uint64_t count = std::min<std::uint64_t>(together, pages.size() - first);
+    const std::uint64_t head = log_record_head(count);
+    const std::uint64_t bytes = head + round_up(count * page_bytes, kLogBlock);
+    wait_for_room(bytes);
+    std::memset(staging_.data(), 0, head);
+    std::memset(staging_.data() + head + count * page_bytes, 0, bytes - head - count * page_bytes);
+    auto* const entries = reinterpret_cast<LogEntry*>(staging_.data() + sizeof(LogRecordHeader));
+    compute_.parallel_for(count, std::max<std::uint64_t>(1, kEncodeGrain / page_bytes),
+                          [&](std::uint64_t begin, std::uint64_t end) {
+                            for (std::uint64_t i = begin; i < end; ++i)
+                              entries[i] = {pages[first + i], encode(first + i, staging_.data() + head + i * page_bytes), 0};
+                          });
+    LogRecordHeader header{.kind = static_cast<std::uint32_t>(LogRecordKind::kPages),
+                           .bytes = bytes,
+                           .table = table,
+                           .page_bytes = page_bytes,
+                           .count = count};
+    {
+      const std::lock_guard lock(mutex_);
+      header.id = header_.id;
+      header.position = head_;
+      header.commit = commit_ + 1;
+    }
+    seal_log_record(header, staging_.data(), count * sizeof(LogEntry));
+    write_record(header.position, staging_, bytes);
+    publish(table, {entries, count}, header.position, bytes, /*in_place=*/false, header.position + head, page_bytes);
+    if (appended) appended(first, count);
+  }
+}
+
+void RedoLog::append_in_place(std::uint32_t table, std::span<const LogEntry> pages) {
+  const std::lock_guard appending(append_mutex_);
+  const std::uint64_t together = (staging_.size() - sizeof(LogRecordHeader)) / sizeof(LogEntry);
+  for (std::size_t first = 0; first < pages.size(); first += together) {
+    check_usable();
+    const auto some = pages.subspan(first, std::min<std::size_t>({together, kMaxLogEntries, pages.size() - first}));
+    const std::uint64_t bytes = log_record_head(some.size());
+    wait_for_room(bytes);
+    std::memset(staging_.data(), 0, bytes);
+    std::memcpy(staging_.data() + sizeof(LogRecordHeader), some.data(), some.size_bytes());
+    LogRecordHeader header{
+        .kind = static_cast<std::uint32_t>(LogRecordKind::kInPlace), .bytes = bytes, .table = table, .count = some.size()};
+    {
+      const std::lock_guard lock(mutex_);
+      header.id = header_.id;
+      header.position = head_;
+      header.commit = commit_ + 1;
+    }
+    seal_log_record(header, staging_.data(), some.size_bytes());
+    write_record(header.position, staging_, bytes);
+    publish(table, some, header.position, bytes, /*in_place=*/true, 0, 0);
+  }
+}
+
+void RedoLog::append_header(std::uint32_t table, std::span<const std::byte> header) {
+  if (header.size() != kLogBlock)
+    throw InvalidArgument(fmt::format("a .npy header of {} bytes; the log takes {}", header.size(), kLogBlock));
+  append(table, std::span(&kHeaderPage, 1), kLogBlock, [&](std::size_t, std::byte* out) {
+    std::memcpy(out, header.data(), header.size());
+    return std::uint32_t{1};  // the record's bytes are covered when they are applied by the header's own format
+  });
+}
+
+LogTarget* RedoLog::target_of(std::uint32_t table) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = targets_.find(table);
+  return found == targets_.end() ? nullptr : found->second;
+}
+
+bool RedoLog::uncommitted(std::uint32_t table) const {
+  const std::lock_guard lock(mutex_);
+  return touched_.contains(table);
+}
+
+std::uint64_t RedoLog::uncommitted_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return std::max(head_ - epoch_, appended_ * kEntryBytes);
+}
+
+RedoLog::Pending RedoLog::begin_commit(std::uint64_t number, std::string manifest) {
+  if (manifest.size() > kMaxLogText)
+    throw FormatError(file_.path(),
+                      fmt::format("a manifest of {} bytes; a commit has room for {}", manifest.size(), kMaxLogText));
+  const std::lock_guard appending(append_mutex_);
+  check_usable();
+  Pending pending;
+  pending.number = number;
+  pending.manifest = std::move(manifest);
+  pending.bytes = round_up(sizeof(LogRecordHeader) + pending.manifest.size(), kLogBlock);
+  pending.record = AlignedBuffer(pending.bytes);
+  std::memset(pending.record.data(), 0, pending.bytes);
+  {
+    const std::lock_guard lock(mutex_);
+    pending.position = head_;
+  }
+  // Its blocks are taken now, while a full disk is no disaster.
+  write_record(pending.position, pending.record, pending.bytes);
+  LogRecordHeader header{.kind = static_cast<std::uint32_t>(LogRecordKind::kCommit),
+                         .position = pending.position,
+                         .bytes = pending.bytes,
+                         .commit = number,
+                         .count = pending.manifest.size()};
+  std::memcpy(pending.record.data() + sizeof header, pending.manifest.data(), pending.manifest.size());
+  const std::lock_guard lock(mutex_);
+  header.id = header_.id;
+  seal_log_record(header, pending.record.data(), pending.manifest.size());
+  head_ += pending.bytes;
+  epoch_ = head_;
+  appended_ = 0;
+  touched_.clear();
+  pending.in_place = std::exchange(in_place_, {});
+  return pending;
+}
+
+void RedoLog::finish_commit(Pending pending) {
+  try {
+    for (const std::uint32_t table : pending.in_place)
+      if (LogTarget* const target = target_of(table); target != nullptr) target->sync_data();
+    file_.sync();
+    // Only now: whoever finds the commit finds all of it.
+    const IoPiece piece{pending.position, pending.record.data(), pending.bytes, pending.bytes};
+    io_.write({&piece, 1});
+    file_.sync();
+  } catch (const IoError& error) {
+    fail(error);
+  }
+  const std::lock_guard lock(mutex_);
+  committed_ = pending.position + pending.bytes;
+  commit_ = pending.number;
+  manifest_ = std::move(pending.manifest);
+  ++counts_.commits;
+  counts_.syncs += 2;
+  if (used() >= options_.limit / kApplyShare) start_applying();
+}
+
+void RedoLog::roll_back() {
+  const std::lock_guard appending(append_mutex_);
+  const std::lock_guard lock(mutex_);
+  index_.forget_from(epoch_);
+  head_ = epoch_;
+  appended_ = 0;
+  touched_.clear();
+  in_place_.clear();
+  entries_ = index_.size();
+}
+
+void RedoLog::start_applying() {
+  if (applying_ || stop_) return;
+  applying_ = applier_.add([this] {
+    std::exception_ptr failure;
+    try {
+      apply_once(/*in_background=*/true, {});
+    } catch (const std::exception&) {
+      failure = std::current_exception();
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      applying_ = false;
+      apply_failure_ = failure;
+      ++applies_;
+    }
+    changed_.notify_all();
+  });
+}
+
+void RedoLog::apply_all(const Progress& progress) {
+  while (apply_once(/*in_background=*/false, progress)) {
+  }
+  const auto applying = pause();
+  const std::lock_guard appending(append_mutex_);
+  begin_anew();
+}
+
+std::vector<RedoLog::Item> RedoLog::collect(std::uint64_t limit) const {
+  std::vector<Item> items;
+  const std::lock_guard lock(mutex_);
+  items.reserve(index_.size());
+  index_.for_each([&](const LoggedPage& logged) {
+    const LoggedVersion& version = logged.newest.position < limit ? logged.newest : logged.before;
+    if (version.there() && version.position < limit)
+      items.push_back({logged.page, version.position, logged.table, version.checksum, version.in_place});
+  });
+  return items;
+}
+
+bool RedoLog::apply_once(bool in_background, const Progress& progress) {
+  const auto applying = in_background ? std::unique_lock(apply_mutex_) : pause();
+  std::uint64_t limit = 0, tail = 0, number = 0;
+  std::string manifest;
+  {
+    const std::lock_guard lock(mutex_);
+    if (committed_ == header_.tail || stop_) return false;
+    limit = committed_;
+    tail = header_.tail;
+    number = commit_;
+    manifest = manifest_;
+  }
+  std::vector<Item> items = collect(limit);
+  std::sort(items.begin(), items.end(),
+            [](const Item& a, const Item& b) { return std::pair(a.table, a.page) < std::pair(b.table, b.page); });
+  for (std::size_t i = 0; i < items.size(); ++i)
+    if ((i == 0 || items[i].table != items[i - 1].table) && target_of(items[i].table) == nullptr)
+      throw Error(fmt::format("{}: has pages of table {}, which could not be opened", printable(file_.path()), items[i].table));
+  LogHeader header = header_;
+  ++header.serial;
+  header.applying = number;
+  set_header(header);
+
+  std::uint64_t done = 0;
+  for (std::size_t first = 0; first < items.size();) {
+    std::size_t end = first + 1;
+    while (end < items.size() && items[end].table == items[first].table) ++end;
+    LogTarget& target = *target_of(items[first].table);
+    apply_table(target, std::span(items).subspan(first, end - first), in_background, [&](std::uint64_t pages) {
+      done += pages;
+      if (progress) progress(done, items.size());
+    });
+    if (stop_ && in_background) return false;
+    target.sync_applied();
+    first = end;
+  }
+  save_manifest_(manifest);
+
+  {
+    // Whoever looked into the index before has read what it named; whoever looks from here on reads the files.
+    const std::lock_guard cutting(cut_);
+    const std::lock_guard lock(mutex_);
+    index_.forget_before(limit);
+    entries_ = index_.size();
+    counts_.applied_pages += items.size();
+  }
+  ++header.serial;
+  header.tail = limit;
+  header.applied = number;
+  set_header(header);
+  {
+    const std::lock_guard lock(mutex_);
+    if (commit_ == number) manifest_.clear();
+  }
+  changed_.notify_all();
+  if (file_.ops().deallocate(file_.fd(), static_cast<off_t>(tail), static_cast<off_t>(limit - tail)) != 0 &&
+      errno != EOPNOTSUPP && errno != ENOSYS)
+    throw IoError(errno, "fallocate", file_.path(), tail, limit - tail);
+  // Where nobody appends just now and nothing is left, the log begins anew.
+  if (const std::unique_lock appending(append_mutex_, std::try_to_lock); appending.owns_lock()) begin_anew();
+  return true;
+}
+
+void RedoLog::apply_table(LogTarget& target, std::span<const Item> items, bool in_background,
+                          const std::function<void(std::uint64_t)>& step) {
+  const std::uint64_t page_bytes = target.page_bytes();
+  const std::uint64_t together = std::max<std::uint64_t>(1, std::max(kLeastStaging, options_.transfer_bytes) / page_bytes);
+  const AlignedBuffer memory(
+      std::max(checked_mul(std::min<std::uint64_t>(together, items.size()), page_bytes, "bytes of pages"), kLogBlock));
+  std::vector<IoPiece> pieces;
+  std::vector<LogTarget::Page> pages;
+  for (std::size_t first = 0; first < items.size() && !(stop_ && in_background); first += together) {
+    const auto begin = std::chrono::steady_clock::now();
+    const auto some = items.subspan(first, std::min<std::size_t>(together, items.size() - first));
+    pieces.clear();
+    pages.clear();
+    for (const Item& item : some) {
+      if (item.in_place) {
+        target.apply_in_place(item.page, item.checksum);
+      } else if (item.page == kHeaderPage) {
+        std::vector<std::byte> bytes(kLogBlock);
+        file_.read(item.position, bytes);
+        target.apply_header(bytes);
+      } else {
+        std::byte* const slot = memory.data() + pages.size() * page_bytes;
+        pages.push_back({item.page, slot, item.checksum});
+        pieces.push_back({item.position, slot, page_bytes, page_bytes});
+      }
+    }
+    std::sort(pieces.begin(), pieces.end(), [](const IoPiece& a, const IoPiece& b) { return a.offset < b.offset; });
+    io_.read(pieces);
+    target.apply(pages);
+    step(some.size());
+    if (!in_background) continue;
+    // The disk is the batches' as well, while there is room in the log.
+    std::unique_lock lock(mutex_);
+    const auto hurried = [&] { return stop_.load() || waiting_ != 0 || used() > options_.limit / 2; };
+    changed_.wait_for(lock, (std::chrono::steady_clock::now() - begin) * kRest, hurried);
+  }
+}
+
+void RedoLog::set_header(const LogHeader& header) {
+  try {
+    write_log_header(file_, header);
+  } catch (const IoError& error) {
+    fail(error);
+  }
+  const std::lock_guard lock(mutex_);
+  header_ = header;
+}
+
+void RedoLog::begin_anew() {
+  LogHeader header = header_;
+  {
+    const std::lock_guard lock(mutex_);
+    if (head_ != header.tail) return;
+  }
+  if (header.tail == kLogStart && file_bytes_ <= kLogStart) return;
+  ++header.serial;
+  ++header.id;
+  header.tail = kLogStart;
+  {
+    const std::lock_guard cutting(cut_);
+    set_header(header);
+    const std::lock_guard lock(mutex_);
+    head_ = epoch_ = committed_ = kLogStart;
+  }
+  file_.resize(kLogStart);
+  file_bytes_ = kLogStart;
+}
+
+void RedoLog::stop() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  applier_.stop();
+}
+
+void RedoLog::reading(const std::function<void()>& body) {
+  const std::shared_lock lock(cut_);
+  body();
+}
+
+std::optional<LoggedVersion> RedoLog::find(std::uint32_t table, std::uint64_t page) const {
+  if (empty()) return std::nullopt;
+  const std::lock_guard lock(mutex_);
+  const auto logged = index_.find(table, page);
+  return logged ? std::optional(logged->newest) : std::nullopt;
+}
+
+void RedoLog::find(std::uint32_t table, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const {
+  const std::lock_guard lock(mutex_);
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const auto logged = index_.find(table, pages[i]);
+    out[i] = logged ? logged->newest : LoggedVersion{};
+  }
+}
+
+void RedoLog::for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const {
+  const std::lock_guard lock(mutex_);
+  index_.for_each([&](const LoggedPage& logged) {
+    if (logged.table == table && logged.page != kHeaderPage) body(logged.page, logged.newest);
+  });
+}
+
+RedoLog::Statistics RedoLog::statistics() const {
+  const std::lock_guard lock(mutex_);
+  Statistics statistics = counts_;
+  statistics.log_bytes = head_ - header_.tail;
+  statistics.memory_bytes = index_.memory_bytes() + staging_.size();
+  statistics.pages = index_.size();
+  return statistics;
+}
+
+}  // namespace embermap
