@@ -138,10 +138,11 @@ std::optional<PowerLoss::Fault> PowerLoss::next_fault(bool sync) {
 }
 
 // Of calls that are no writes: true with errno if this one fails.
-bool PowerLoss::refused(bool sync) {
+bool PowerLoss::refused(bool interruptible, bool sync) {
   const auto fault = next_fault(sync);
   if (!fault) return false;
-  errno = *fault == Fault::kFull ? ENOSPC : *fault == Fault::kIo || *fault == Fault::kSyncLost ? EIO : EINTR;
+  const bool interrupted = interruptible && (*fault == Fault::kInterrupt || *fault == Fault::kShort);
+  errno = interrupted ? EINTR : *fault == Fault::kFull ? ENOSPC : EIO;
   return true;
 }
 
@@ -164,7 +165,7 @@ int PowerLoss::open(const char* path, int flags, mode_t mode) {
   struct stat status{};
   const bool creates = entry && (flags & O_CREAT) != 0 && ::lstat(path, &status) != 0;
   const bool cuts = entry && !creates && (flags & O_TRUNC) != 0;
-  if ((creates || cuts) && refused()) return -1;
+  if ((creates || cuts) && refused(/*interruptible=*/true)) return -1;
   const int fd = FileOps::open(path, flags, mode);
   if (fd < 0) return fd;
   check(::fstat(fd, &status) == 0, "fstat", path);
@@ -230,7 +231,7 @@ ssize_t PowerLoss::pwritev(int fd, const iovec* pieces, int count, off_t offset)
 int PowerLoss::ftruncate(int fd, off_t bytes) {
   const std::lock_guard lock(mutex_);
   const auto inode = file_of(fd);
-  if (inode && refused()) return -1;
+  if (inode && refused(/*interruptible=*/true)) return -1;
   const int result = FileOps::ftruncate(fd, bytes);
   if (result == 0 && inode)
     changes_.push_back({.kind = Kind::kResize, .inode = *inode, .offset = static_cast<std::uint64_t>(bytes)});
@@ -239,7 +240,7 @@ int PowerLoss::ftruncate(int fd, off_t bytes) {
 
 int PowerLoss::allocate(int fd, off_t bytes) {
   const std::lock_guard lock(mutex_);
-  if (file_of(fd) && refused()) return -1;
+  if (file_of(fd) && refused(/*interruptible=*/true)) return -1;
   return FileOps::allocate(fd, bytes);  // seen by nobody: size and content stay
 }
 
@@ -253,7 +254,7 @@ int PowerLoss::sync(int fd) {
   const auto inode = file_of(fd);
   const auto folder = open_folders_.find(fd);
   if (!inode && folder == open_folders_.end()) return 0;
-  const bool failed = refused(/*sync=*/true);
+  const bool failed = refused(/*interruptible=*/true, /*sync=*/true);
   // After EINTR it is tried again, and has saved nothing.
   if (failed && errno != EIO) return -1;
   if (inode)
@@ -272,7 +273,7 @@ int PowerLoss::rename(const char* from, const char* to, Call call) {
   const auto before = entry_of(from), after = entry_of(to);
   if (before.has_value() != after.has_value() || (before && before->folder != after->folder))
     throw std::logic_error(fmt::format("rename {} to {}: renames between folders are not modelled", from, to));
-  if (before && refused()) return -1;
+  if (before && refused(/*interruptible=*/false)) return -1;
   const int result = call();
   if (result != 0 || !before) return result;
   const Inode inode = entries_.at(*before);
@@ -293,7 +294,7 @@ int PowerLoss::rename_new(const char* from, const char* to) {
 int PowerLoss::unlink(const char* path) {
   const std::lock_guard lock(mutex_);
   const auto entry = entry_of(path);
-  if (entry && refused()) return -1;
+  if (entry && refused(/*interruptible=*/false)) return -1;
   const int result = FileOps::unlink(path);
   if (result != 0 || !entry || !entries_.contains(*entry)) return result;
   changes_.push_back({.kind = Kind::kUnlink, .inode = entries_.at(*entry), .folder = entry->folder, .name = entry->name});

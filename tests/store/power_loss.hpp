@@ -39,8 +39,8 @@ class PowerLoss final : public FileOps {
   enum class Fault : std::uint8_t {
     kIo,         // EIO, nothing done
     kFull,       // ENOSPC, nothing done
-    kInterrupt,  // EINTR, nothing done
-    kShort,      // a write stops after half of its bytes; other calls: EINTR
+    kInterrupt,  // EINTR, nothing done; renames and unlinks know no EINTR: EIO
+    kShort,      // a write stops after half of its bytes; other calls as kInterrupt
     kSyncLost    // the first sync from that call on: EIO, and what it was to save is in doubt for good
   };
   // What of the unsafe things is on the disk.
@@ -112,7 +112,7 @@ class PowerLoss final : public FileOps {
   std::optional<Entry> entry_of(const char* path) const;
   std::optional<Inode> file_of(int fd) const;
   std::optional<Fault> next_fault(bool sync);
-  bool refused(bool sync = false);
+  bool refused(bool interruptible, bool sync = false);
   Inode adopt(const Entry& entry, const std::string& content);
   template <class Call>
   ssize_t write(int fd, std::string data, off_t offset, Call call);

@@ -1,0 +1,551 @@
+// Trains a store, loses power at every moment, opens what is left, and compares it with what the commits said.
+//
+// The few seconds that ctest runs try a sample. For more:
+//   EMBERMAP_CRASH_RUNS=20 EMBERMAP_CRASH_POINTS=2000 EMBERMAP_CRASH_SEEDS=8 ctest -R store/crash   (or the program itself)
+// RUNS: sessions, each with a seed of its own; POINTS: moments of each (all, if it has no more); SEEDS: disks of each moment,
+// besides the special ones. EMBERMAP_CRASH_FIRST is the first session's seed; EMBERMAP_CRASH_KEEP=FOLDER keeps the disks that
+// were wrong there.
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <string>
+
+#include "store/initializer.hpp"
+#include "tests/store/power_loss.hpp"
+#include "tests/store/store_fixture.hpp"
+
+namespace embermap::test {
+namespace {
+
+using Kept = PowerLoss::Kept;
+
+// Without a log a store whose pages are ahead of its last commit is refused when it is opened.
+constexpr bool kUncleanEndsAreRefused = true;
+// Files of a table that was being created or removed stay, and no table of that name can be created until they are removed.
+constexpr bool kLeftoversBlockNames = true;
+
+constexpr std::uint64_t kMemory = 96U << 10;  // a third of the tables: pages are evicted between commits
+constexpr std::uint64_t kNever = UINT64_MAX;
+
+std::uint64_t setting(const char* name, std::uint64_t otherwise) {
+  const char* const text = std::getenv(name);
+  return text == nullptr ? otherwise : std::stoull(text);
+}
+
+// --- what tables must hold ------------------------------------------------------------------------
+
+struct Model {
+  std::uint64_t rows = 0, dim = 0, step = 0, seed = 0;
+  Optimizer optimizer = {};
+  Initializer init = Zeros{};
+  std::vector<float> weight = {}, sum = {};  // rows x dim; `sum` only with Adagrad
+
+  bool trained() const { return std::holds_alternative<Adagrad>(optimizer); }
+  void resize(std::uint64_t to) {
+    weight.resize(to * dim);
+    if (to > rows)
+      generate_rows(init, seed, rows, to - rows, dim, DType::kFloat32, reinterpret_cast<std::byte*>(weight.data() + rows * dim),
+                    dim * sizeof(float));
+    if (trained()) sum.resize(to * dim, static_cast<float>(std::get<Adagrad>(optimizer).initial_accumulator_value));
+    rows = to;
+  }
+  // Ids are distinct.
+  void update(const std::vector<std::int64_t>& ids, const std::vector<float>& gradients) {
+    const auto& adagrad = std::get<Adagrad>(optimizer);
+    const auto lr = static_cast<float>(adagrad.lr / (1.0 + static_cast<double>(step) * adagrad.lr_decay));
+    const auto eps = static_cast<float>(adagrad.eps);
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      const std::size_t at = static_cast<std::size_t>(ids[i / dim]) * dim + i % dim;
+      sum[at] = sum[at] + gradients[i] * gradients[i];
+      weight[at] = weight[at] - lr * gradients[i] / (std::sqrt(sum[at]) + eps);
+    }
+    ++step;
+  }
+  void scatter(std::vector<float>& field, const std::vector<std::int64_t>& ids, const std::vector<float>& values) const {
+    for (std::size_t i = 0; i < values.size(); ++i) field[static_cast<std::size_t>(ids[i / dim]) * dim + i % dim] = values[i];
+  }
+};
+
+using Models = std::map<std::string, Model>;
+
+// What a store is to be from the moment when the call that makes it so has returned.
+struct State {
+  std::uint64_t commit = 0;
+  Models tables;
+  std::uint64_t begun = 0, done = kNever;  // how many changes were recorded then; kNever: the call failed
+  std::string what;
+};
+
+std::string compare_field(Table table, std::string_view field, const std::vector<float>& wanted) {
+  const std::vector<float> found = read_all(table, field);
+  if (found.size() != wanted.size()) return "another size";
+  for (std::size_t i = 0; i < found.size(); ++i)
+    if (std::memcmp(&found[i], &wanted[i], sizeof(float)) != 0)
+      return fmt::format("{} of row {} of table '{}' is {}, not {}", field, i / table.dim(), table.name(), found[i], wanted[i]);
+  return {};
+}
+
+// Empty if the store is in that state, else the first thing that differs.
+std::string difference(Store& store, const State& state) {
+  if (store.commit_number() != state.commit) return fmt::format("commit {}, not {}", store.commit_number(), state.commit);
+  std::vector<std::string> names;
+  for (const auto& [name, unused] : state.tables) names.push_back(name);
+  if (store.tables() != names) return fmt::format("{} tables, not {}", store.tables().size(), names.size());
+  for (const auto& [name, model] : state.tables) {
+    const Table table = store.table(name);
+    if (table.rows() != model.rows) return fmt::format("{} rows in '{}', not {}", table.rows(), name, model.rows);
+    if (table.step() != model.step) return fmt::format("step {} of '{}', not {}", table.step(), name, model.step);
+    if (model.trained() && std::get<Adagrad>(table.optimizer()).lr != std::get<Adagrad>(model.optimizer).lr)
+      return fmt::format("another lr of '{}'", name);
+    std::string differs = compare_field(table, "weight", model.weight);
+    if (differs.empty() && model.trained()) differs = compare_field(table, "sum", model.sum);
+    if (!differs.empty()) return differs;
+  }
+  return {};
+}
+
+std::string damage(Store& store) {
+  for (const std::string& name : store.tables())
+    if (const std::uint64_t bad = store.table(name).verify().bad_pages; bad != 0)
+      return fmt::format("{} bad pages in '{}'", bad, name);
+  return {};
+}
+
+// --- a session of training ------------------------------------------------------------------------
+
+// Changes a store and its model alike. `loss` counts what it does to files; nullptr: nobody counts.
+class Training {
+ public:
+  Training(Store store, const PowerLoss* loss, std::uint64_t seed, State state = {})
+      : store_{std::move(store)}, loss_{loss}, random_{seed}, now_{state.tables} {
+    if (!state.tables.empty()) states_.push_back(std::move(state));
+  }
+
+  const std::vector<State>& states() const { return states_; }
+  const State& last() const { return states_.back(); }
+  Store& store() { return store_; }
+
+  void opened(std::uint64_t begun) { states_.push_back({store_.commit_number(), {}, begun, changes(), "open"}); }
+
+  void create(const std::string& name, std::uint64_t rows, std::uint64_t dim, const Optimizer& optimizer) {
+    Model model{.dim = dim, .seed = random_(), .optimizer = optimizer, .init = Normal{0, 1}};
+    model.resize(rows);
+    const auto call = [&] {
+      store_.create(name, {.rows = rows, .dim = dim, .optimizer = optimizer, .init = model.init, .seed = model.seed});
+      now_.insert_or_assign(name, model);
+    };
+    Models committed = last().tables;
+    committed.insert_or_assign(name, model);
+    durably("create " + name, call, std::move(committed));
+  }
+  void remove(const std::string& name) {
+    const auto call = [&] {
+      store_.remove(name);
+      now_.erase(name);
+    };
+    Models committed = last().tables;
+    committed.erase(name);
+    durably("remove " + name, call, std::move(committed));
+  }
+  void commit() {
+    durably("commit", [&] { store_.commit(); }, std::nullopt);
+  }
+  void append(const std::string& name, std::uint64_t rows) {
+    Model model = now_.at(name);
+    const std::vector<float> weights = numbers(rows * model.dim);
+    const std::uint64_t before = model.rows;
+    model.resize(before + rows);
+    std::copy(weights.begin(), weights.end(), model.weight.begin() + static_cast<std::ptrdiff_t>(before * model.dim));
+    Table table = store_.table(name);
+    resized("append to " + name, name, std::move(model), [&] { table.append(std::as_bytes(std::span(weights))); });
+  }
+  void resize(const std::string& name, std::uint64_t rows) {
+    Model model = now_.at(name);
+    model.resize(rows);
+    Table table = store_.table(name);
+    resized(fmt::format("resize {} to {}", name, rows), name, std::move(model), [&] { table.resize(rows); });
+  }
+  void change_lr(const std::string& name) {
+    Optimizer optimizer = now_.at(name).optimizer;
+    std::get<Adagrad>(optimizer).lr = 0.01 * static_cast<double>(1 + random_() % 9);
+    store_.table(name).set_optimizer(optimizer);
+    now_.at(name).optimizer = optimizer;
+  }
+  // One call that changes rows of a table that is there.
+  void train() {
+    const std::string name = any_table();
+    Model& model = now_.at(name);
+    if (model.rows == 0) return;
+    Table table = store_.table(name);
+    const auto ids = some_ids(model.rows);
+    const auto values = numbers(ids.size() * model.dim);
+    table.prefetch(some_ids(model.rows));
+    switch (random_() % 8) {
+      case 0:
+        test::scatter(table, ids, values);
+        model.scatter(model.weight, ids, values);
+        break;
+      case 1:  // past the hot pages
+        write_some(table, model);
+        break;
+      case 2:
+        if (model.trained()) {
+          const std::vector<float> squares(values.size(), 2.5F);
+          test::scatter(table, ids, squares, "sum");
+          model.scatter(model.sum, ids, squares);
+        }
+        break;
+      default:
+        if (!model.trained()) {
+          test::scatter(table, ids, values);
+          model.scatter(model.weight, ids, values);
+        } else {
+          test::update(table, ids, values);
+          model.update(ids, values);
+        }
+    }
+  }
+  // Anything, in the shares in which it happens.
+  void step() {
+    const std::uint64_t dice = random_() % 100;
+    const std::string name = any_table();
+    const std::uint64_t rows = now_.at(name).rows;
+    if (dice < 10)
+      commit();
+    else if (dice < 12)
+      append(name, 1 + random_() % 60);
+    else if (dice < 14)
+      resize(name, std::max<std::uint64_t>(1, rows / 2 + random_() % (rows + 1)));
+    else if (dice < 16)
+      now_.contains("c") ? remove("c") : create("c", 1 + random_() % 400, 3, {});
+    else if (dice < 18 && now_.at(name).trained())
+      change_lr(name);
+    else
+      train();
+  }
+  // After a call that failed in the middle: of a batch that needs more pages than there are frames, a part may be done.
+  void believe_the_store() {
+    for (auto& [name, model] : now_) {
+      const Table table = store_.table(name);
+      model.weight = read_all(table);
+      if (model.trained()) model.sum = read_all(table, "sum");
+      model.step = table.step();
+    }
+  }
+
+ private:
+  std::uint64_t changes() const { return loss_ == nullptr ? 0 : loss_->count(); }
+  std::string any_table() {
+    auto at = now_.begin();
+    std::advance(at, static_cast<std::ptrdiff_t>(random_() % now_.size()));
+    return at->first;
+  }
+  // Distinct; most among the first rows, so that some pages stay in memory.
+  std::vector<std::int64_t> some_ids(std::uint64_t rows) {
+    std::vector<std::int64_t> ids;
+    for (std::uint64_t i = 1 + random_() % 12; i > 0; --i)
+      ids.push_back(static_cast<std::int64_t>(random_() % (random_() % 2 == 0 ? rows : std::max<std::uint64_t>(1, rows / 8))));
+    std::sort(ids.begin(), ids.end());
+    ids.erase(std::unique(ids.begin(), ids.end()), ids.end());
+    std::shuffle(ids.begin(), ids.end(), random_);
+    return ids;
+  }
+  std::vector<float> numbers(std::uint64_t count) {
+    std::vector<float> out(count);
+    std::uniform_real_distribution<float> number(-2, 2);
+    for (float& x : out) x = number(random_);
+    return out;
+  }
+  void write_some(Table table, Model& model) {
+    const std::uint64_t first = random_() % model.rows;
+    const std::uint64_t count = std::min<std::uint64_t>(model.rows - first, 1 + random_() % 100);
+    const auto values = numbers(count * model.dim);
+    table.write(first, count, std::as_bytes(std::span(values)));
+    std::copy(values.begin(), values.end(), model.weight.begin() + static_cast<std::ptrdiff_t>(first * model.dim));
+  }
+  // `call` makes something durable: the tables `committed` if it takes no number, else all as they are then.
+  template <class Call>
+  void durably(std::string what, Call call, std::optional<Models> committed) {
+    const std::uint64_t begun = changes(), number = store_.commit_number();
+    try {
+      call();
+    } catch (...) {
+      if (committed) states_.push_back({number, *committed, begun, kNever, what + ", which failed"});
+      states_.push_back({number + 1, now_, begun, kNever, what + ", which failed"});
+      throw;
+    }
+    const bool all = !committed || store_.commit_number() != number;
+    states_.push_back({store_.commit_number(), all ? now_ : *std::move(committed), begun, changes(), std::move(what)});
+  }
+  // A resize commits what there was, and then the new size.
+  template <class Call>
+  void resized(const std::string& what, const std::string& name, Model model, Call call) {
+    const std::uint64_t begun = changes(), number = store_.commit_number();
+    Models before = now_, after = now_;
+    after.at(name) = std::move(model);
+    const auto push = [&](std::uint64_t commit, const Models& tables, std::uint64_t done) {
+      states_.push_back({commit, tables, begun, done, what});
+    };
+    try {
+      call();
+    } catch (...) {
+      push(number, before, kNever);
+      push(number + 1, before, kNever);
+      push(number + 1, after, kNever);
+      push(number + 2, after, kNever);
+      throw;
+    }
+    const std::uint64_t last = store_.commit_number(), done = changes();
+    push(last - 1, before, done);
+    push(last - 1, after, done);  // a table becomes smaller before it is committed: forgotten rows do not come back
+    push(last, after, done);
+    now_ = std::move(after);
+  }
+
+  Store store_;
+  const PowerLoss* loss_;
+  std::mt19937_64 random_;
+  Models now_;
+  std::vector<State> states_;
+};
+
+// --- crashes --------------------------------------------------------------------------------------
+
+struct Tally {
+  std::uint64_t points = 0, disks = 0, opened = 0, refused = 0, nothing = 0, went_on = 0, recoveries = 0, blocked = 0,
+                mismatches = 0;
+  std::string text() const {
+    return fmt::format(
+        "{} points, {} disks: {} opened as committed, {} before there was a store, {} refused; {} trained on, {} "
+        "crashes while opening; {} names blocked; {} mismatches",
+        points, disks, opened, nothing, refused, went_on, recoveries, blocked, mismatches);
+  }
+};
+
+class CrashTest : public ::testing::Test {
+ protected:
+  TemporaryDirectory directory_{memory_folder()};
+  Tally tally_;
+  ~CrashTest() override { std::printf("%s\n", tally_.text().c_str()); }
+
+  std::filesystem::path live() const { return directory_ / "live"; }
+  std::filesystem::path disk() const { return directory_ / "disk"; }
+  std::filesystem::path second() const { return directory_ / "second"; }
+
+  static StoreOptions options(std::uint64_t memory, FileOps* ops, bool write_behind = true) {
+    return {.mode = StoreOptions::Mode::kReadWrite,
+            .memory = memory,
+            .write_behind = write_behind,
+            .threads = 1,
+            .io = IoEngine::kThreads,
+            .direct = false,
+            .file_ops = ops};
+  }
+
+  void wrong(const std::string& where, const std::string& what, const std::filesystem::path& folder) {
+    if (const char* keep = std::getenv("EMBERMAP_CRASH_KEEP"); keep != nullptr && tally_.mismatches < 10) {
+      std::filesystem::copy(folder, std::filesystem::path(keep) / std::to_string(tally_.mismatches),
+                            std::filesystem::copy_options::recursive | std::filesystem::copy_options::overwrite_existing);
+    }
+    if (++tally_.mismatches <= 10) ADD_FAILURE() << where << ": " << what;
+  }
+
+  // Opens the store in `folder` and says which of the states it is in: nullptr if it is refused or not there, which is counted,
+  // or in none of them, which is a failure.
+  const State* open_and_compare(const std::vector<const State*>& allowed, bool may_be_missing, const std::string& where,
+                                const std::filesystem::path& folder, std::uint64_t memory, FileOps* ops = nullptr) {
+    try {
+      Store store = Store::open(folder / "s", options(memory, ops));
+      std::string differs;
+      for (const State* state : allowed) {
+        std::string one = difference(store, *state);
+        if (!one.empty()) {
+          differs += fmt::format("\n  after '{}' (commit {}): {}", state->what, state->commit, one);
+          continue;
+        }
+        if (const std::string bad = damage(store); !bad.empty()) {
+          wrong(where, bad, folder);
+          return nullptr;
+        }
+        return state;
+      }
+      wrong(where, "in none of the states that it can be in:" + differs, folder);
+    } catch (const NotFound& error) {
+      if (!may_be_missing) wrong(where, error.what(), folder);
+      ++tally_.nothing;
+    } catch (const CorruptError& error) {
+      if (kUncleanEndsAreRefused && std::string_view(error.what()).find("after its last commit") != std::string_view::npos)
+        ++tally_.refused;
+      else
+        wrong(where, error.what(), folder);
+    } catch (const std::exception& error) {
+      wrong(where, error.what(), folder);
+    }
+    return nullptr;
+  }
+
+  static std::vector<const State*> states_at(const std::vector<State>& states, std::uint64_t point) {
+    std::size_t last = 0;
+    bool any = false;
+    for (std::size_t i = 0; i < states.size(); ++i)
+      if (states[i].done <= point) last = i, any = true;
+    std::vector<const State*> out;
+    for (std::size_t i = any ? last : 0; i < states.size(); ++i)
+      if (states[i].begun <= point) out.push_back(&states[i]);
+    return out;
+  }
+
+  // What the recovered store does must be kept, too.
+  void go_on(const State& state, const std::string& where, std::uint64_t seed) {
+    try {
+      State last;
+      {
+        Training training(Store::open(disk() / "s", options(kMemory, nullptr, seed % 2 == 0)), nullptr, seed, state);
+        for (int i = 0; i < 12; ++i) training.step();
+        training.commit();
+        last = training.last();
+        if (seed % 3 != 0) training.store().close();
+      }
+      if (open_and_compare({&last}, false, where + ", trained on and opened again", disk(), 1U << 20) != nullptr)
+        ++tally_.went_on;
+    } catch (const AlreadyExists& error) {
+      kLeftoversBlockNames ? void(++tally_.blocked) : wrong(where + ", trained on", error.what(), disk());
+    } catch (const std::exception& error) {
+      wrong(where + ", trained on", error.what(), disk());
+    }
+  }
+
+  // Power is lost once more while the store is being opened.
+  void crash_while_opening(const State& state, const std::string& where, std::uint64_t seed) {
+    PowerLoss loss(disk());
+    try {
+      Store::open(disk() / "s", options(kMemory, &loss)).abandon();
+    } catch (const std::exception& error) {
+      wrong(where + ", opened while its calls were recorded", error.what(), disk());
+      return;
+    }
+    PowerLoss::Disk disks(loss);
+    for (std::uint64_t point = 0; point <= loss.count(); ++point) {
+      if (loss.count() > 12 && point % (loss.count() / 12) != seed % (loss.count() / 12) && point != loss.count()) continue;
+      for (const Kept kept : {Kept::kNothing, Kept::kTornLast, Kept::kRandom}) {
+        disks.make(point, kept, seed, second());
+        const std::string again =
+            fmt::format("{}; again while opening, before {}, {}", where, loss.describe(point), kept_name(kept));
+        if (open_and_compare({&state}, false, again, second(), 1U << 20) != nullptr) ++tally_.recoveries;
+      }
+    }
+  }
+
+  void try_point(const PowerLoss& loss, PowerLoss::Disk& disks, const std::vector<State>& states, std::uint64_t point,
+                 std::uint64_t seeds, std::uint64_t run) {
+    ++tally_.points;
+    const auto allowed = states_at(states, point);
+    const bool may_be_missing = states.front().done > point;
+    const auto try_disk = [&](Kept kept, std::uint64_t seed) {
+      disks.make(point, kept, seed, disk());
+      ++tally_.disks;
+      const std::string where = fmt::format("run {}, point {} of {} (before {}), {}, seed {}", run, point, loss.count(),
+                                            loss.describe(point), kept_name(kept), seed);
+      const std::uint64_t turn = tally_.disks;
+      const State* state = open_and_compare(allowed, may_be_missing, where, disk(), turn % 2 == 0 ? kMemory : 1U << 20);
+      if (state == nullptr || state->tables.empty()) return;
+      ++tally_.opened;
+      if (turn % 5 == 0) {
+        go_on(*state, where, run * 1000 + turn);
+      } else if (turn % 5 == 1) {
+        disks.make(point, kept, seed, disk());
+        crash_while_opening(*state, where, turn);
+      }
+    };
+    for (const Kept kept : {Kept::kNothing, Kept::kEverything, Kept::kMetadata, Kept::kData, Kept::kTornLast}) try_disk(kept, 0);
+    for (std::uint64_t seed = 1; seed <= seeds; ++seed) try_disk(Kept::kRandom, seed);
+  }
+
+  static Training begin(const std::filesystem::path& live, PowerLoss& loss, std::uint64_t run) {
+    StoreOptions how = options(kMemory, &loss, /*write_behind=*/run % 2 == 0);
+    how.mode = StoreOptions::Mode::kOpenOrCreate;
+    Training training(Store::open(live / "s", how), &loss, run);
+    training.opened(0);
+    training.create("a", 1500, 16, Adagrad{.lr = 0.05, .lr_decay = 0.01, .initial_accumulator_value = 0.25});
+    training.create("b", 900, 5, Adagrad{.lr = 0.1});
+    return training;
+  }
+};
+
+TEST_F(CrashTest, EveryMomentOfASessionLeavesACommit) {
+  const std::uint64_t runs = setting("EMBERMAP_CRASH_RUNS", 2), first = setting("EMBERMAP_CRASH_FIRST", 0);
+  const std::uint64_t points = setting("EMBERMAP_CRASH_POINTS", 150), seeds = setting("EMBERMAP_CRASH_SEEDS", 2);
+  std::uint64_t evicted = 0;
+  for (std::uint64_t run = first; run < first + runs; ++run) {
+    std::filesystem::remove_all(live());
+    std::filesystem::create_directories(live() / "s");
+    PowerLoss loss(live());
+    Training training = begin(live(), loss, run);
+    for (int i = 0; i < 150; ++i) training.step();
+    for (const std::string name : {"a", "b"}) evicted += training.store().table(name).stats().evictions;
+    if (run % 3 == 0) {
+      training.commit();
+      training.store().close();
+    }
+    training.store().abandon();
+
+    PowerLoss::Disk disks(loss);
+    std::vector<std::uint64_t> all(loss.count() + 1), some;
+    std::iota(all.begin(), all.end(), 0);
+    std::mt19937_64 random(run);
+    std::sample(all.begin(), all.end(), std::back_inserter(some), points, random);
+    for (const std::uint64_t point : some) try_point(loss, disks, training.states(), point, seeds, run);
+  }
+  EXPECT_GT(evicted, 50U) << "pages are to be written between commits";
+  EXPECT_GT(tally_.opened, tally_.disks / 20);
+  EXPECT_GT(tally_.went_on, 0U);
+  EXPECT_GT(tally_.recoveries, 0U);
+  EXPECT_EQ(tally_.mismatches, 0U);
+}
+
+// A call fails, the session goes on as it can, and power is lost later.
+TEST_F(CrashTest, AFailedCallLosesNoCommit) {
+  using Fault = PowerLoss::Fault;
+  const std::uint64_t tries = setting("EMBERMAP_CRASH_POINTS", 150) / 3;
+  std::mt19937_64 random(setting("EMBERMAP_CRASH_FIRST", 0));
+  std::uint64_t failed = 0;
+  for (std::uint64_t run = 0; run < tries; ++run) {
+    std::filesystem::remove_all(live());
+    std::filesystem::create_directories(live() / "s");
+    PowerLoss loss(live());
+    Training training = begin(live(), loss, run);
+    const std::uint64_t begun = loss.count();
+    const auto fault = static_cast<Fault>(run % 5);
+    loss.fail(random() % 150, fault);
+    try {
+      for (int i = 0; i < 40; ++i) {
+        try {
+          random() % 4 == 0 ? training.commit() : training.train();
+        } catch (const IoError& error) {
+          EXPECT_TRUE(error.error_number() == EIO || error.error_number() == ENOSPC) << error.what();
+          ++failed;
+          training.believe_the_store();
+        }
+      }
+    } catch (const CorruptError& error) {  // nothing is promised after a sync that failed but what was committed before it
+      EXPECT_THAT(error.what(), ::testing::HasSubstr("a sync has failed"));
+    }
+    training.store().abandon();
+    PowerLoss::Disk disks(loss);
+    for (int i = 0; i < 3; ++i)
+      try_point(loss, disks, training.states(), i == 0 ? loss.count() : begun + random() % (loss.count() - begun), 1, run);
+  }
+  EXPECT_GT(failed, tries / 4);
+  EXPECT_EQ(tally_.mismatches, 0U);
+}
+
+}  // namespace
+}  // namespace embermap::test
