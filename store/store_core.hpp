@@ -159,6 +159,8 @@ struct StoreCore {
   Prefetcher prefetcher;
   Worker cleaner;  // write-behind of all tables
   std::atomic<std::uint64_t> commit{0};
+  std::atomic<std::uint64_t> newest{
+      0};  // the highest commit that the manifest on the disk may be of: pages are marked as after it
   std::atomic<bool> closed{false};
   std::atomic<bool> pin_warned{false};
   const pid_t process = getpid();

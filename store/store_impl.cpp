@@ -94,7 +94,7 @@ bool make_directory(const std::filesystem::path& path) {
 
 Store::Impl::Impl(std::shared_ptr<StoreCore> core, WriterLock lock, Manifest manifest)
     : core_{std::move(core)}, lock_{std::move(lock)}, manifest_{std::move(manifest)} {
-  core_->commit = manifest_.commit;
+  core_->commit = core_->newest = manifest_.commit;
 }
 
 Store::Impl::~Impl() { abandon(); }
@@ -641,7 +641,10 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
   for (const auto& [name, table] : tables_) pending.manifest.tables.insert_or_assign(name, table->flush_and_sync());
   ++pending.manifest.commit;
   ++pending.manifest.revision;
-  if (!core_->log) return pending;
+  if (!core_->log) {
+    core_->newest = pending.manifest.commit;  // also if saving it fails: it may have been replaced all the same
+    return pending;
+  }
   pending.log = core_->log->begin_commit(pending.manifest.commit, pending.manifest.text());
   for (const auto& [name, table] : tables_) table->mark_committed();
   return pending;

@@ -45,7 +45,7 @@ void TableImpl::make_file(File data, PageLedger ledger) {
   file_ = std::make_unique<PageFile>(
       name_, std::move(data), std::move(ledger), schema_, entry_.geometry, entry_.init, entry_.seed, core_->compute, core_->io,
       [shared] {
-        if (!shared->log) shared->mark.set(shared->commit.load());
+        if (!shared->log) shared->mark.set(shared->newest.load());
       },
       options);
   if (core_->log) core_->log->attach(entry_.id, *file_);

@@ -4,7 +4,7 @@
 //   EMBERMAP_CRASH_RUNS=20 EMBERMAP_CRASH_POINTS=2000 EMBERMAP_CRASH_SEEDS=8 ctest -R store/crash   (or the program itself)
 // RUNS: sessions, each with a seed of its own; POINTS: moments of each (all, if it has no more); SEEDS: disks of each moment,
 // besides the special ones. EMBERMAP_CRASH_FIRST is the first session's seed; EMBERMAP_CRASH_KEEP=FOLDER keeps the disks that
-// were wrong there.
+// were wrong there, each with the list of what was done to files until then.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -334,6 +334,7 @@ class CrashTest : public ::testing::Test {
  protected:
   TemporaryDirectory directory_{memory_folder()};
   Tally tally_;
+  std::string changes_;  // of the session, a line each
   ~CrashTest() override { std::printf("%s\n", tally_.text().c_str()); }
 
   std::filesystem::path live() const { return directory_ / "live"; }
@@ -352,8 +353,9 @@ class CrashTest : public ::testing::Test {
 
   void wrong(const std::string& where, const std::string& what, const std::filesystem::path& folder) {
     if (const char* keep = std::getenv("EMBERMAP_CRASH_KEEP"); keep != nullptr && tally_.mismatches < 10) {
-      std::filesystem::copy(folder, std::filesystem::path(keep) / std::to_string(tally_.mismatches),
-                            std::filesystem::copy_options::recursive | std::filesystem::copy_options::overwrite_existing);
+      const std::filesystem::path kept = std::filesystem::path(keep) / std::to_string(tally_.mismatches);
+      std::filesystem::copy(folder, kept, std::filesystem::copy_options::recursive);
+      write_text(kept / "what", where + ": " + what + "\n" + changes_);
     }
     if (++tally_.mismatches <= 10) ADD_FAILURE() << where << ": " << what;
   }
@@ -447,6 +449,9 @@ class CrashTest : public ::testing::Test {
   void try_point(const PowerLoss& loss, PowerLoss::Disk& disks, const std::vector<State>& states, std::uint64_t point,
                  std::uint64_t seeds, std::uint64_t run) {
     ++tally_.points;
+    changes_.clear();
+    for (std::uint64_t i = 0; std::getenv("EMBERMAP_CRASH_KEEP") != nullptr && i < point; ++i)
+      changes_ += fmt::format("{} {}\n", i, loss.describe(i));
     const auto allowed = states_at(states, point);
     const bool may_be_missing = states.front().done > point;
     const auto try_disk = [&](Kept kept, std::uint64_t seed) {

@@ -438,14 +438,20 @@ TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgainUnlessASyncFail
     Table table = store.contains("t") ? store.table("t") : store.create("t", {.rows = 1000, .dim = 4});
     const float value = static_cast<float>(n + 1);
     scatter(table, range(0, 1000), std::vector<float>(4000, value));
+    const std::vector<float> others(4000, -1.0F);
     ops.left = n;
     try {
       store.commit();
       succeeded = true;
+      ops.left = 1 << 30;
     } catch (const IoError&) {
       ++failures;
+      ops.left = 1 << 30;
+      // Pages written from here on are ahead of the manifest, whether or not it was replaced.
+      table.write(0, 1000, std::as_bytes(std::span(others)));
+      EXPECT_THROW(open(1 << 20, StoreOptions::Mode::kRead), CorruptError) << n;
+      scatter(table, range(0, 1000), std::vector<float>(4000, value));
     }
-    ops.left = 1 << 30;
     std::uint64_t commit = 0;
     try {
       commit = store.commit();
@@ -462,7 +468,6 @@ TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgainUnlessASyncFail
     EXPECT_EQ(table.verify().bad_pages, 0U);
     // What is written after the commit is noticed if it is not committed, whatever failed before.
     EXPECT_EQ(Store::open(path(), {.mode = StoreOptions::Mode::kRead, .memory = 1 << 20}).commit_number(), commit) << n;
-    const std::vector<float> others(4000, -1.0F);
     table.write(0, 1000, std::as_bytes(std::span(others)));  // pages that are not in memory go to the file at once
     EXPECT_THROW(open(1 << 20, StoreOptions::Mode::kRead), CorruptError) << n;
     scatter(table, range(0, 1000), std::vector<float>(4000, value));
