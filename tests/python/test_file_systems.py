@@ -129,3 +129,58 @@ def test_a_full_disk_is_an_error_and_the_last_commit_stays(folder, tmp_path):
         table[500:] = 2
     with em.open(folder / "s", mode="r") as store:
         assert store["t"][:][:, 0].tolist() == [1] * 500 + [2] * 500
+
+
+def fill(file):
+    """Take all that is left of the disk."""
+    data = np.random.default_rng(0).bytes(1 << 20)  # not to be compressed
+    with file.open("wb", buffering=0) as out:
+        for block in (1 << 20, 4096, 512):
+            with pytest.raises(OSError, match=r"No space|too large"):
+                while True:
+                    if out.write(data[:block]) < block:
+                        raise OSError(errno.ENOSPC, "No space left")
+
+
+def test_a_disk_that_is_full_at_a_commit_costs_nothing_once_there_is_room(folder):
+    if shutil.disk_usage(folder).total not in range(1 << 20, 400 << 20):
+        pytest.skip("the file system is too large to be filled")
+    filler = folder / "filler"
+    with em.open(folder / "s", memory="300KiB") as store:
+        table = store.create("t", rows=8000, dim=128, optimizer=em.optim.Adagrad(lr=1))
+        other = store.create("u", rows=10, dim=1)
+        table[:100] = 1
+        store.commit()
+
+        # What is changed fits into memory: the commit meets the full disk.
+        fill(filler)
+        number = store.commit_number
+        table[4000:4010] = 2
+        other[3] = 7
+        for _ in range(2):
+            with pytest.raises(OSError, match="No space") as caught:
+                store.commit()
+            assert caught.value.errno == errno.ENOSPC
+            assert str(caught.value.filename).startswith(str(folder / "s"))
+            assert store.commit_number == number
+        assert (table[4000:4010] == 2).all()
+        assert (table[:100] == 1).all()
+        filler.unlink()
+        assert store.commit() == number + 1
+
+        # It does not: pages that have to go to the disk before the commit meet it.
+        fill(filler)
+        with pytest.raises(OSError, match="No space"):
+            for first in range(0, 8000, 10):
+                table.scatter(range(first, first + 10), np.full((10, 128), 3, np.float32))
+            store.commit()
+        assert other[3] == 7
+        filler.unlink()
+        for first in range(0, 8000, 10):
+            table.scatter(range(first, first + 10), np.full((10, 128), 4, np.float32))
+        assert store.commit() == number + 2
+        store.abandon()
+    with em.open(folder / "s", mode="r", memory="300KiB") as store:
+        assert (store["t"][:] == 4).all()
+        assert store["u"][:][:, 0].tolist() == [0] * 3 + [7] + [0] * 6
+        assert store["t"].verify()["ok"]
