@@ -174,7 +174,8 @@ class PageIo::Impl {
   void prepare() {
     if (::getpid() != process_)
       throw ClosedError(
-          fmt::format("{} was opened in process {}; a forked child has to open it again", printable(file_.path()), process_));
+          fmt::format("{} was opened in process {} and is used in process {}, a forked child, which has to open it again",
+                      printable(file_.path()), process_, getpid()));
     std::call_once(chosen_, [&] { choose(); });
   }
 

@@ -146,7 +146,8 @@ void Prefetcher::stop() {
 void StoreCore::check_usable() const {
   if (getpid() != process)
     throw ClosedError(
-        fmt::format("store {} was opened in process {}; a forked child has to open it again", printable(path), process));
+        fmt::format("store {} was opened in process {} and is used in process {}, a forked child, which has to open it again",
+                    printable(path), process, getpid()));
   if (closed.load()) throw ClosedError(fmt::format("store {} is closed", printable(path)));
   if (reporting_.load() == std::this_thread::get_id())
     throw Error(

@@ -43,6 +43,7 @@ class _Session:
             None  # takes ids from worker processes, if any were asked for
         )
         self.hints_lock = threading.Lock()
+        self.restored_from: _Stamp | None = None  # if a pickle opened it
         _sessions.add(self)
 
     def hint_address(self) -> str:
@@ -71,8 +72,8 @@ class _Session:
     def check(self) -> None:
         if self.forked:
             raise ForkError(
-                f"this handle of store {self.path!r} was opened in process {self.process}; "
-                "open the store again in the child"
+                f"this handle of store {self.path!r} was opened in process {self.process} and "
+                f"is used in process {os.getpid()}, a child of it; open the store again there"
             )
 
     def check_open(self) -> None:
@@ -83,9 +84,18 @@ class _Session:
 
 _sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
 
+# What the files that a commit changes were like: another commit, another stamp.
+_Stamp = tuple[tuple[int, int, int] | None, ...]
+
+# What pickles opened in this process, by path and memory: those that come later use the same.
+_restored: weakref.WeakValueDictionary[tuple[str, int], _Session] = weakref.WeakValueDictionary()
+_restoring = threading.Lock()
+
 
 def _after_fork_in_child() -> None:
     """The child leaves the files, the lock and the device of its parent alone."""
+    global _restoring
+    _restoring = threading.Lock()  # a thread that does not exist here may have held it
     for session in list(_sessions):
         if not session.forked:
             session.forked = True
@@ -112,8 +122,10 @@ class Store:
     After fork() the child cannot use the handles it inherits (ForkError) and does not disturb
     those of its parent; it opens the store again, read-only. Pickling a store keeps its path and
     memory, a few hundred bytes; the copy opens it **read-only**, without a device, and sees the
-    last commit; ValueError if another store is at the path by then. Commit before workers start:
-    while a writer has written pages since its last commit, opening raises CorruptError.
+    last commit; ValueError if another store is at the path by then. Copies that come into the same
+    process share one opening, and its memory, until there is another commit; closing one closes
+    them all. Commit before workers start: while a writer has written pages since its last commit,
+    opening raises CorruptError.
     `copy.copy` and `copy.deepcopy` give the same handle.
     """
 
@@ -572,10 +584,29 @@ def open(  # noqa: A001
     return Store(_Session(core, str(core.path), mode, number))
 
 
+def _stamp(path: str) -> _Stamp:
+    def of(name: str) -> tuple[int, int, int] | None:
+        try:
+            found = (Path(path) / name).stat()
+        except OSError:
+            return None
+        return (found.st_ino, found.st_size, found.st_mtime_ns)
+
+    return (of("embermap.json"), of("redo.log"))
+
+
 def _restore_store(path: str, memory: int, commit: int, inode: int) -> Store:
     """Open the store of a pickle, read-only, and check that it is the same one."""
-    store = open(path, mode="r", memory=memory)
+    with _restoring:
+        stamp = _stamp(
+            path
+        )  # before it is opened: a commit in between makes the next one open anew
+        session = _restored.get((path, memory))
+        if session is None or session.core.closed or session.restored_from != stamp:
+            session = open(path, mode="r", memory=memory)._session
+            session.restored_from = stamp
+            _restored[path, memory] = session
+    store = Store(session)
     if store.path.stat().st_ino != inode or store.commit_number < commit:
-        store.abandon()
         raise ValueError(f"{path!r} is not the store that was pickled: it was replaced since")
     return store

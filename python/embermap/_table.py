@@ -55,8 +55,9 @@ class Table:
 
     Pickling a table (for workers of a DataLoader, say) keeps the path of the store and the name,
     a few hundred bytes; the copy opens the store **read-only**, without a device, and sees the
-    last commit. Commit before workers start: while a writer has written pages since its last
-    commit, opening raises CorruptError. `copy.copy` and `copy.deepcopy` give the same handle.
+    last commit; copies that come into the same process share one opening, see Store. Commit before
+    workers start: while a writer has written pages since its last commit, opening raises
+    CorruptError. `copy.copy` and `copy.deepcopy` give the same handle.
 
     Raises besides: OSError (a failed read or write, with errno and file name), CorruptError
     (bytes that do not match their checksum), PermissionError (a write to a read-only store),

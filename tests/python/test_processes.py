@@ -37,7 +37,7 @@ def in_child(work):
 
 def test_a_child_cannot_use_the_handles_it_inherits(path):
     with em.open(path, threads=2) as store:
-        table = store.create("t", rows=1_000, dim=4)
+        table = store.create("t", rows=1_000, dim=4, optimizer=em.optim.Adagrad(lr=1))
         view = table.view()
         table[:] = 1
         store.commit()
@@ -45,20 +45,48 @@ def test_a_child_cannot_use_the_handles_it_inherits(path):
         parent = os.getpid()
 
         def work():
+            rows = np.ones((1, 4), np.float32)
             uses = (
                 lambda: table.gather([1]),
-                lambda: table.scatter([1], [[1, 2, 3, 4]]),
+                lambda: table.scatter([1], rows),
+                lambda: table.add([1], rows),
+                lambda: table.update([1], rows),
+                lambda: table.prefetch([1]),
+                lambda: table.prefetcher(),
+                lambda: table.read(0, 1),
+                lambda: table.write(0, rows),
+                lambda: table.append(rows),
+                lambda: table.resize(5),
+                lambda: table.materialize(),
+                lambda: table.verify(),
+                lambda: table.stats(),
+                lambda: table.counters(),
+                lambda: table.export(path.parent / "out.npy"),
                 lambda: table[1],
+                lambda: table.__setitem__(1, 2),
+                lambda: next(iter(table)),
+                lambda: np.asarray(table),
                 lambda: table.rows,
+                lambda: table.step,
+                lambda: table.optimizer,
+                lambda: setattr(table, "optimizer", em.optim.Adagrad(lr=2)),
+                lambda: setattr(table, "memory", "1MiB"),
                 lambda: view[1],
                 lambda: store.commit(),
+                lambda: store.commit_number,
+                lambda: store.create("u", rows=1, dim=1),
+                lambda: store.from_array("u", rows),
+                lambda: store.remove("t"),
+                lambda: store.stats(),
+                lambda: store.tables(),
                 lambda: store["t"],
                 lambda: store.__enter__(),
                 lambda: pickle.dumps(store),
                 lambda: pickle.dumps(table),
             )
+            both = f"opened in process {parent} and is used in process {os.getpid()},"
             for use in uses:
-                with pytest.raises(em.ForkError, match=f"opened in process {parent}"):
+                with pytest.raises(em.ForkError, match=both):
                     use()
             assert issubclass(em.ForkError, ValueError)
             assert store.closed
@@ -78,6 +106,29 @@ def test_a_child_cannot_use_the_handles_it_inherits(path):
         table[8] = 3
     with em.open(path, mode="r") as store:
         assert store["t"].gather([6, 7, 8]).tolist() == [[1] * 4, [2] * 4, [3] * 4]
+
+
+def test_a_child_cannot_use_modules_and_optimizers_it_inherits(path):
+    torch = pytest.importorskip("torch")
+    import embermap.torch
+
+    with em.open(path, threads=2) as store:
+        table = store.create("t", rows=100, dim=4, optimizer=em.optim.Adagrad(lr=1))
+        embedding = embermap.torch.Embedding(table)
+        optimizer = embermap.torch.Optimizer([embedding])
+        embedding(torch.tensor([3])).sum().backward()
+        parent = os.getpid()
+
+        def work():
+            both = f"opened in process {parent} and is used in process {os.getpid()},"
+            for use in (lambda: embedding(torch.tensor([3])), optimizer.step):
+                with pytest.raises(em.ForkError, match=both):
+                    use()
+
+        assert in_child(work) == 0
+        optimizer.step()
+        assert table[3].tolist() == [-1] * 4
+        assert table.step == 1
 
 
 def test_a_child_that_leaves_the_block_does_not_commit(path):
@@ -218,6 +269,52 @@ def test_a_pickled_table_sees_the_last_commit(filled):
         copied = pickle.loads(pickle.dumps(table))
         assert copied[3].tolist() == [2] * 16
         copied._store.close()
+
+
+def test_handles_unpickled_in_one_process_share_one_opening(filled):
+    with em.open(filled, memory="2MiB") as store:
+        first, second = (pickle.dumps(store[name]) for name in ("t", "u"))
+        store["t"][3] = 1  # what it opens with its first use is open
+        store.commit()
+        before = open_files()
+        t = pickle.loads(first)
+        opened = open_files()
+        again, u = pickle.loads(first), pickle.loads(second)
+        assert open_files() == opened > before
+        assert np.array_equal(again[:5], t[:5])
+        assert u[0] == 5
+        t[3]
+        assert again.stats()["resident_pages"] == t.stats()["resident_pages"] == 1  # one memory
+
+        store["t"][3] = 2
+        store.commit()
+        fresh = pickle.loads(first)  # of another commit: another opening
+        assert fresh[3].tolist() == [2] * 16
+        fresh._store.close()
+        closed = fresh
+        with pytest.raises(ValueError, match="closed"):
+            closed[3]
+        fresh = pickle.loads(first)
+        assert fresh[3].tolist() == [2] * 16
+        del t, again, u, fresh, closed
+        gc.collect()
+        assert open_files() == before  # the last one gone, the files are closed
+
+
+def test_a_child_does_not_use_what_its_parent_unpickled(filled):
+    with em.open(filled) as store:
+        data = pickle.dumps(store["t"])
+    table = pickle.loads(data)
+
+    def work():
+        with pytest.raises(em.ForkError):
+            table[3]
+        mine = pickle.loads(data)
+        assert mine[3].tolist() == [1] * 16
+        assert pickle.loads(data)._store._session is mine._store._session
+
+    assert in_child(work) == 0
+    assert table[3].tolist() == [1] * 16
 
 
 def test_copies_are_the_same_handle(filled):
