@@ -155,6 +155,26 @@ Initializer read_init(const Reader& reader) {
   reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name)));
 }
 
+// Only what could be a table's: whoever opens the store removes these files.
+std::set<std::string, std::less<>> read_unfinished(const Reader& reader) {
+  std::set<std::string, std::less<>> files;
+  const Json& names = reader.at("unfinished");
+  if (!names.is_array()) reader.fail("has 'unfinished' that is no array");
+  for (const Json& value : names) {
+    const std::string file = value.is_string() ? value.get<std::string>() : std::string();
+    const std::size_t dot = file.rfind('.');
+    if (dot == std::string::npos || (file.substr(dot) != ".npy" && file.substr(dot) != ".pages"))
+      reader.fail(fmt::format("has '{}' in 'unfinished', which is no file of a table", printable(file)));
+    try {
+      check_table_name(file.substr(0, dot));
+    } catch (const InvalidArgument& problem) {
+      reader.fail(fmt::format("cannot be: in 'unfinished', {}", problem.what()));
+    }
+    files.insert(file);
+  }
+  return files;
+}
+
 TableEntry read_table(const Reader& reader) {
   TableEntry entry;
   entry.dim = reader.integer("dim");
@@ -243,6 +263,7 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
     manifest.next_id = static_cast<std::uint32_t>(next);
   }
   std::set<std::uint32_t> ids;
+  if (top.has("unfinished")) manifest.unfinished = read_unfinished(top);
   const Json& tables = top.at("tables");
   if (!tables.is_object()) top.fail("has 'tables' that are no object");
   for (const auto& [name, value] : tables.items()) {
@@ -293,6 +314,7 @@ std::string Manifest::text() const {
       if (entry.big_endian) table["byte_order"] = "big";
     }
   }
+  if (!unfinished.empty()) json["unfinished"] = unfinished;
   return json.dump(2) + "\n";
 }
 

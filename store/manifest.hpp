@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 
@@ -44,6 +45,8 @@ struct Manifest {
       0;  // grows with every manifest that is written, to its file or into the redo log: the higher one counts
   std::uint32_t next_id = 1;
   std::map<std::string, TableEntry, std::less<>> tables;
+  // Names of files in the store of tables that are being created or removed: what a crash leaves of them belongs to nobody.
+  std::set<std::string, std::less<>> unfinished;
 
   // Throws NotFound (no manifest there), FormatError naming the file and key: not JSON, another format, a newer version, wrong
   // types, a geometry that cannot be. Nothing in it is trusted.

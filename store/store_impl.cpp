@@ -165,6 +165,10 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
       return impl;
     }
     impl->open_tables();
+    if (!impl->manifest_.unfinished.empty()) {
+      impl->remove_unfinished();
+      impl->replace_manifest(impl->manifest_);
+    }
     if (unclean) {
       for (const auto& [name, table] : impl->tables_) table->reseal();
       impl->commit_locked(/*even_unchanged=*/true);
@@ -380,10 +384,44 @@ Store::Impl::NewFiles Store::Impl::new_files(std::string_view name, const TableE
   return files;
 }
 
+std::set<std::string, std::less<>> Store::Impl::files_of(std::string_view name, bool adopted) {
+  std::set<std::string, std::less<>> files{fmt::format("{}.pages", name)};
+  if (!adopted) files.insert(fmt::format("{}.npy", name));
+  return files;
+}
+
+void Store::Impl::announce(std::string_view name, bool adopted) {
+  ++manifest_.revision;
+  Manifest manifest = manifest_;
+  manifest.unfinished.merge(files_of(name, adopted));
+  core_->manifest_file.save(manifest);
+}
+
+void Store::Impl::withdraw() noexcept {
+  try {
+    replace_manifest(manifest_);
+  } catch (const std::exception&) {  // the next commit does
+  }
+}
+
+void Store::Impl::remove_unfinished() {
+  for (const std::string& name : manifest_.unfinished) {
+    const std::filesystem::path file = core_->path / name;
+    bool used = false;  // an adopted file may lie in the store's directory
+    for (const auto& [table, entry] : manifest_.tables)
+      used = used || files_of(table, entry.adopted.has_value()).contains(name) || entry.adopted == file;
+    if (!used && core_->ops.unlink(file.c_str()) != 0 && errno != ENOENT) throw IoError(errno, "unlink", file);
+  }
+  sync_directory(core_->path, core_->ops);
+  manifest_.unfinished.clear();
+}
+
 Table Store::Impl::complete(const std::string& name, const TableEntry& entry, NewFiles files) {
+  announce(name, /*adopted=*/false);
   try {
     files.data.commit();
   } catch (const AlreadyExists&) {
+    withdraw();
     throw;  // theirs, not ours to remove
   } catch (...) {
     discard(name, /*adopted=*/false);
@@ -393,6 +431,7 @@ Table Store::Impl::complete(const std::string& name, const TableEntry& entry, Ne
     files.pages.commit();
   } catch (const AlreadyExists&) {  // someone made NAME.pages meanwhile: theirs stays, ours goes
     core_->ops.unlink(data_path(name).c_str());
+    withdraw();
     throw;
   } catch (...) {
     discard(name, /*adopted=*/false);
@@ -409,9 +448,11 @@ Table Store::Impl::complete(const std::string& name, const TableEntry& entry, Ne
 void Store::Impl::discard(std::string_view name, bool adopted) noexcept {
   try {
     // The manifest may have been replaced before the call that failed. As long as it lists the table, its files stay.
-    if (Manifest::load(core_->path).tables.contains(name)) replace_manifest(manifest_);
+    if (Manifest::load(core_->path).tables.contains(name)) announce(name, adopted);
     if (!adopted) core_->ops.unlink(data_path(name).c_str());
     core_->ops.unlink(pages_path(name).c_str());
+    sync_directory(core_->path, core_->ops);
+    withdraw();
   } catch (const std::exception&) {
     // The table is whole and listed, or a file is left that create() will name: nothing is lost either way.
   }
@@ -431,6 +472,7 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   if (manifest.next_id == ~0U) throw InvalidArgument("a store can number no more tables");
   ++manifest.next_id;
   manifest.tables.emplace(name, entry);
+  for (const std::string& file : files_of(name, entry.adopted.has_value())) manifest.unfinished.erase(file);
   const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
   auto table = open_table(name, entry);
   apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
@@ -542,7 +584,16 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
   check_budget(name, entry);
   TemporaryFile pages = TemporaryFile::create(pages_path(name), /*overwrite=*/false, core_->ops);
   PageLedger::create(File::open(pages.file().path(), File::Mode::kReadWrite, core_->ops), entry.geometry.pages(), true);
-  pages.commit();
+  announce(name, /*adopted=*/true);
+  try {
+    pages.commit();
+  } catch (const AlreadyExists&) {
+    withdraw();
+    throw;  // theirs
+  } catch (...) {
+    discard(name, /*adopted=*/true);
+    throw;
+  }
   try {
     return add(name, entry);
   } catch (...) {
@@ -580,8 +631,9 @@ void Store::Impl::remove(std::string_view name) {
   if (listed == manifest_.tables.end())
     throw NotFound(fmt::format("store {} has no table '{}'", printable(core_->path), printable(name)));
   const bool adopted = listed->second.adopted.has_value();
-  // Out of the manifest first: a crash in between leaves files that belong to nobody, not a table without files.
+  // Out of the manifest first: a crash in between leaves files that are to be removed, not a table without files.
   Manifest manifest = manifest_;
+  manifest.unfinished.merge(files_of(name, adopted));
   manifest.tables.erase(listed->first);
   replace_manifest(std::move(manifest));
   if (const auto found = tables_.find(name); found != tables_.end()) {
@@ -589,12 +641,8 @@ void Store::Impl::remove(std::string_view name) {
     tables_.erase(found);
   }
   if (const auto found = broken_.find(name); found != broken_.end()) broken_.erase(found);
-  const auto unlink = [&](const std::filesystem::path& file) {
-    if (core_->ops.unlink(file.c_str()) != 0 && errno != ENOENT) throw IoError(errno, "unlink", file);
-  };
-  if (!adopted) unlink(data_path(name));
-  unlink(pages_path(name));
-  sync_directory(core_->path, core_->ops);
+  remove_unfinished();
+  manifest_.save(core_->path, core_->ops);
   apply(plan(core_->memory, core_->replacement, manifest_.tables));
 }
 

@@ -66,8 +66,15 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
     File open_pages() { return File::open(pages.file().path(), File::Mode::kReadWrite, pages.file().ops()); }
   };
   NewFiles new_files(std::string_view name, const TableEntry& entry) const;
+  // Says, durably, that a table's files are being made: what a crash leaves of them is removed with the next opening.
+  void announce(std::string_view name, bool adopted);
   // Removes the files of a table that could not be added.
   void discard(std::string_view name, bool adopted) noexcept;
+  // Takes back what was announced, of files that are not ours.
+  void withdraw() noexcept;
+  // Removes what is left of tables that were being created or removed; the manifest is yet to be saved.
+  void remove_unfinished();
+  static std::set<std::string, std::less<>> files_of(std::string_view name, bool adopted);
   Table complete(const std::string& name, const TableEntry& entry, NewFiles files);
   std::shared_ptr<TableImpl> open_table(const std::string& name, const TableEntry& entry);
   std::pair<File, PageLedger> open_files(const std::string& name, const TableEntry& entry) const;

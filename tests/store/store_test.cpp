@@ -1,5 +1,6 @@
 #include "store/store.hpp"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -24,6 +25,7 @@ using test::StoreTest;
 using test::update;
 using test::write_text;
 using testing::HasSubstr;
+using testing::Not;
 
 TEST_F(StoreTest, OpensWhatItCreated) {
   {
@@ -255,8 +257,43 @@ TEST_F(StoreTest, BrokenManifestsAreRefusedByName) {
   EXPECT_THAT(refused(with("\"rows_per_page\": 512", "\"rows_per_page\": 51")), HasSubstr("its records make 512"));
   EXPECT_THAT(refused(with("\"page_bytes\": 4096", "\"page_bytes\": 5")), HasSubstr("page size 5"));
   EXPECT_THAT(refused(with("\"t\": {", "\"../t\": {")), HasSubstr("cannot name a table"));
+  const auto unfinished = [&](const std::string& value) {
+    return refused(with("\"version\": 1", "\"version\": 1, \"unfinished\": " + value));
+  };
+  EXPECT_THAT(unfinished("3"), HasSubstr("no array"));
+  EXPECT_THAT(unfinished("[3]"), HasSubstr("no file of a table"));
+  EXPECT_THAT(unfinished("[\"LOCK\"]"), HasSubstr("'LOCK'"));
+  EXPECT_THAT(unfinished("[\"../t.npy\"]"), HasSubstr("cannot name a table"));
   write_text(file, good);
   EXPECT_NO_THROW(open());
+}
+
+TEST_F(StoreTest, WhatACrashLeftOfATableIsRemovedUnlessItIsATables) {
+  const std::filesystem::path adopted = path() / "a.npy";
+  {
+    Store store = open();
+    store.create("t", {.rows = 10, .dim = 2});
+    store.create("x", {.rows = 3, .dim = 1});
+    std::filesystem::copy_file(path() / "x.npy", adopted);
+    store.adopt("other", adopted);
+  }
+  for (const char* file : {"u.npy", "u.pages", "v.pages", "kept.npy"}) write_text(path() / file, "half");
+  std::string text = test::file_text(path() / "embermap.json");
+  text.insert(1, R"("unfinished": ["u.npy", "u.pages", "v.npy", "v.pages", "t.npy", "t.pages", "a.npy"],)");
+  write_text(path() / "embermap.json", text);
+  {
+    open(1U << 20, StoreOptions::Mode::kRead);
+  }
+  EXPECT_TRUE(std::filesystem::exists(path() / "u.npy")) << "a reader changes nothing";
+  {
+    Store store = open();
+    EXPECT_EQ(gather(store.table("t"), {9}), (std::vector<float>{0, 0}));
+    EXPECT_EQ(gather(store.table("other"), {2}), (std::vector<float>{0}));
+    EXPECT_NO_THROW(store.create("u", {.rows = 1, .dim = 1}));
+  }
+  EXPECT_FALSE(std::filesystem::exists(path() / "v.pages"));
+  EXPECT_EQ(test::file_text(path() / "kept.npy"), "half") << "nobody said that it was a table's";
+  EXPECT_THAT(test::file_text(path() / "embermap.json"), Not(HasSubstr("unfinished")));
 }
 
 TEST_F(StoreTest, MissingAndForeignTableFilesAreNamed) {
