@@ -125,6 +125,11 @@ void PowerLoss::fail(std::uint64_t call, Fault fault) {
   fault_ = {call, fault};
 }
 
+bool PowerLoss::has_failed() const {
+  const std::lock_guard lock(mutex_);
+  return !fault_;
+}
+
 std::optional<PowerLoss::Fault> PowerLoss::next_fault(bool sync) {
   if (!fault_) return std::nullopt;
   if (fault_->first > 0) {

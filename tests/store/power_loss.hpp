@@ -64,6 +64,7 @@ class PowerLoss final : public FileOps {
   std::string describe(std::uint64_t point) const;
   // The `call`-th call from now on that would change something (from 0 on) fails, once.
   void fail(std::uint64_t call, Fault fault);
+  bool has_failed() const;  // the fault asked for last has come
 
   // Makes folders as they may be. Points that ascend are quick; another one before begins from the start.
   class Disk;

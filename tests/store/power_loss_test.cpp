@@ -203,7 +203,9 @@ TEST_F(PowerLossTest, FaultsComeOnceAtTheCallAskedFor) {
   const File file = File::open(at("m"), File::Mode::kCreateNew, loss);
   loss.fail(1, PowerLoss::Fault::kIo);
   file.write(0, "a");
+  EXPECT_FALSE(loss.has_failed());
   EXPECT_THROW(file.write(1, "b"), IoError);
+  EXPECT_TRUE(loss.has_failed());
   file.write(1, "c");
   loss.fail(0, PowerLoss::Fault::kFull);
   EXPECT_THAT(message_of<IoError>([&] { file.resize(9); }), ::testing::HasSubstr("No space left"));

@@ -291,6 +291,7 @@ TEST_F(StoreTest, WhatACrashLeftOfATableIsRemovedUnlessItIsATables) {
     EXPECT_EQ(gather(store.table("other"), {2}), (std::vector<float>{0}));
     EXPECT_NO_THROW(store.create("u", {.rows = 1, .dim = 1}));
   }
+  for (const char* file : {"t.npy", "t.pages", "a.npy"}) EXPECT_TRUE(std::filesystem::exists(path() / file)) << file;
   EXPECT_FALSE(std::filesystem::exists(path() / "v.pages"));
   EXPECT_EQ(test::file_text(path() / "kept.npy"), "half") << "nobody said that it was a table's";
   EXPECT_THAT(test::file_text(path() / "embermap.json"), Not(HasSubstr("unfinished")));
