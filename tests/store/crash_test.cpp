@@ -1,7 +1,7 @@
 // Trains a store, loses power at every moment, opens what is left, and compares it with what the commits said.
 //
-// The few seconds that ctest runs try a sample. For more:
-//   EMBERMAP_CRASH_RUNS=20 EMBERMAP_CRASH_POINTS=2000 EMBERMAP_CRASH_SEEDS=8 ctest -R store/crash   (or the program itself)
+// The few seconds that ctest runs try a sample. For more, by the program itself, since ctest ends it after 5 minutes:
+//   EMBERMAP_CRASH_RUNS=20 EMBERMAP_CRASH_POINTS=2000 EMBERMAP_CRASH_SEEDS=8 tests/store_crash_test
 // RUNS: sessions, each with a seed of its own; POINTS: moments of each (all, if it has no more); SEEDS: disks of each moment,
 // besides the special ones. EMBERMAP_CRASH_FIRST is the first session's seed; EMBERMAP_CRASH_KEEP=FOLDER keeps the disks that
 // were wrong there, each with the list of what was done to files until then.
