@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <liburing.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -98,6 +99,9 @@ ssize_t FileOps::pwrite(int fd, const void* buffer, std::size_t bytes, off_t off
 }
 ssize_t FileOps::preadv(int fd, const iovec* pieces, int count, off_t offset) { return ::preadv(fd, pieces, count, offset); }
 ssize_t FileOps::pwritev(int fd, const iovec* pieces, int count, off_t offset) { return ::pwritev(fd, pieces, count, offset); }
+ssize_t FileOps::preadv_cached(int fd, const iovec* pieces, int count, off_t offset) {
+  return ::preadv2(fd, pieces, count, offset, RWF_NOWAIT);
+}
 int FileOps::ftruncate(int fd, off_t bytes) { return ::ftruncate(fd, bytes); }
 int FileOps::fdatasync(int fd) { return ::fdatasync(fd); }
 int FileOps::fsync(int fd) { return ::fsync(fd); }

@@ -29,6 +29,8 @@ class FileOps {
   virtual ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset);
   virtual ssize_t preadv(int fd, const struct iovec* pieces, int count, off_t offset);
   virtual ssize_t pwritev(int fd, const struct iovec* pieces, int count, off_t offset);
+  // preadv of what is in the page cache, up to the first byte that is not; EAGAIN if that is the first of all.
+  virtual ssize_t preadv_cached(int fd, const struct iovec* pieces, int count, off_t offset);
   virtual int ftruncate(int fd, off_t bytes);
   virtual int fdatasync(int fd);
   virtual int fsync(int fd);

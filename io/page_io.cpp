@@ -19,15 +19,15 @@
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
 #include "base/error.hpp"
+#include "io/cached_file.hpp"
 #include "io/direct_file.hpp"
-#include "io/file_view.hpp"
 #include "io/io_plan.hpp"
 #include "io/uring.hpp"
 
 namespace embermap {
 namespace {
 
-constexpr std::array<std::string_view, 3> kNames = {"io_uring", "threads", "mapping"};
+constexpr std::array<std::string_view, 3> kNames = {"io_uring", "threads", "cached"};
 constexpr unsigned kLargestDepth = 4096;
 // The page cache may hold this much of what went through it before it is told to let go.
 constexpr std::uint64_t kCachedBytes = 16ULL << 20;
@@ -93,7 +93,7 @@ class PageIo::Impl {
 
   std::uint64_t read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
     prepare();
-    if (view_) return read_mapped(pieces, done, meanwhile);
+    if (cached_file_) return read_cached(pieces, done, meanwhile);
     const IoPlan plan = plan_reads(pieces, direct_reads_ ? direct_->alignment() : DirectAlignment{}, file_.path());
     run({plan, pieces, /*write=*/false, done}, meanwhile);
     return plan.requests.size();
@@ -153,11 +153,11 @@ class PageIo::Impl {
       if (!text.empty()) out.note += (out.note.empty() ? "" : "; ") + text;
     };
     if (rings_) add(rings_->why_not_fixed());
-    if (view_) add(view_->why());
+    if (cached_file_) add(cached_file_->why());
     out.read_requests = read_requests_;
     out.write_requests = write_requests_;
     out.bounced_bytes = bounced_bytes_;
-    out.mapped_bytes = mapped_bytes_;
+    out.cached_bytes = cached_bytes_;
     return out;
   }
 
@@ -188,17 +188,17 @@ class PageIo::Impl {
   void choose() {
     const bool injected = &file_.ops() != &FileOps::system();
     const bool memory = lives_in_memory(file_);
-    engine_ = options_.engine.value_or(injected ? IoEngine::kThreads : memory ? IoEngine::kMapping : IoEngine::kUring);
+    engine_ = options_.engine.value_or(injected ? IoEngine::kThreads : memory ? IoEngine::kCached : IoEngine::kUring);
     if (!options_.engine && !injected && !memory && options_.prefer_cached && options_.direct != true) {
-      auto view = std::make_unique<FileView>(file_);
-      if (view->resident_share() >= kMostlyCached) {
-        engine_ = IoEngine::kMapping;
-        view_ = std::move(view);
+      auto cached = std::make_unique<CachedFile>(file_, /*in_memory=*/false);
+      if (cached->resident_share() >= kMostlyCached) {
+        engine_ = IoEngine::kCached;
+        cached_file_ = std::move(cached);
       }
     }
-    if (engine_ == IoEngine::kMapping) {
-      if (options_.direct == true) note("direct I/O: a mapping is the page cache");
-      if (!view_) view_ = std::make_unique<FileView>(file_);
+    if (engine_ == IoEngine::kCached) {
+      if (options_.direct == true) note("direct I/O: what is cached is read from the page cache");
+      if (!cached_file_) cached_file_ = std::make_unique<CachedFile>(file_, memory);
       return;
     }
     if (memory) {
@@ -519,18 +519,17 @@ class PageIo::Impl {
     direct_->drop_cache(cache_dirty_.exchange(false));
   }
 
-  std::uint64_t read_mapped(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
+  std::uint64_t read_cached(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
     constexpr std::uint64_t kTogether = 16;  // pieces of one thread
     check_pieces(pieces, "read", file_.path());
-    const std::uint64_t size = file_.size();
     std::vector<unsigned char> missing(pieces.size(), 0);
     io_.parallel_for(pieces.size(), kTogether, [&](std::uint64_t begin, std::uint64_t end) {
       for (std::uint64_t i = begin; i < end; ++i) {
-        if (!view_->copy(pieces[i].offset, {pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)}, size)) {
+        if (!cached_file_->copy(pieces[i].offset, {pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)})) {
           missing[i] = 1;
           continue;
         }
-        mapped_bytes_ += pieces[i].bytes;
+        cached_bytes_ += pieces[i].bytes;
         if (done) done(i);
       }
     });
@@ -558,7 +557,7 @@ class PageIo::Impl {
   IoEngine engine_ = IoEngine::kThreads;
   std::unique_ptr<DirectFile> direct_;  // none where the file lies in memory, or its cache is wanted
   std::unique_ptr<UringPool> rings_;
-  std::unique_ptr<FileView> view_;
+  std::unique_ptr<CachedFile> cached_file_;
   std::atomic<bool> direct_reads_{false}, direct_writes_{false};
   mutable std::mutex note_mutex_;
   std::string note_;
@@ -570,7 +569,7 @@ class PageIo::Impl {
   std::atomic<bool> cache_dirty_{false};
   std::mutex drop_mutex_;
 
-  std::atomic<std::uint64_t> read_requests_{0}, write_requests_{0}, bounced_bytes_{0}, mapped_bytes_{0}, thread_bounce_{0};
+  std::atomic<std::uint64_t> read_requests_{0}, write_requests_{0}, bounced_bytes_{0}, cached_bytes_{0}, thread_bounce_{0};
 };
 
 PageIo::PageIo(const File& file, ThreadPool& io, const PageIoOptions& options)

@@ -1,4 +1,5 @@
-// Batches of pages between one file and memory, at the depth a disk needs: io_uring, threads that wait, or copies from a mapping.
+// Batches of pages between one file and memory, at the depth a disk needs: io_uring, threads that wait, or copies from the page
+// cache.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +19,7 @@ namespace embermap {
 enum class IoEngine : std::uint8_t {
   kUring,    // "io_uring": requests queued to the kernel in batches, by one thread
   kThreads,  // "threads": pread and pwrite on the threads of a pool
-  kMapping   // "mapping": what is in memory already is copied from there; the rest is read, and everything written, by threads
+  kCached    // "cached": what is in the page cache is copied from there; the rest is read, and everything written, by threads
 };
 std::string_view io_engine_name(IoEngine engine);
 // Throws InvalidArgument listing the names.
@@ -40,9 +41,9 @@ struct PageIoReport {
   unsigned depth = 0;                                   // requests in flight of one call
   std::uint64_t memory_bytes = 0;                       // rings, bounce buffers, staging of unaligned writes
   std::string note;                                     // "io_uring_setup: Operation not permitted"; empty: nothing was refused
-  std::uint64_t read_requests = 0, write_requests = 0;  // made to the system, after merging; a copy from the mapping is none
+  std::uint64_t read_requests = 0, write_requests = 0;  // made to the system, after merging; a copy from the page cache is none
   std::uint64_t bounced_bytes = 0;                      // read through bounce buffers
-  std::uint64_t mapped_bytes = 0;                       // copied from the mapping
+  std::uint64_t cached_bytes = 0;                       // copied from the page cache
 };
 
 // `bytes` bytes of the file from `offset` on, and the memory that holds them or will. What follows them in memory, up to `room`

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <exception>
+#include <new>
 #include <utility>
 
 #include "base/stopwatch.hpp"
@@ -400,13 +401,17 @@ void EvictingPages::flush() {
     write(std::span(dirty).subspan(begin, std::min<std::size_t>(most, dirty.size() - begin)), lock);
 }
 
-void EvictingPages::wake_cleaner(std::uint64_t missed) {
+void EvictingPages::wake_cleaner(std::uint64_t missed) noexcept {
   taken_since_ += missed;
   if (cleaner_ == nullptr || cleaning_ || stop_ || cleaner_failed_ || counts_.dirty == 0) return;
   // As many frames ready as two batches like this one need, but never less than a sixteenth nor more than half of all.
   clean_share_ = std::clamp(2 * missed, frames_.size() / 16, std::max<std::uint64_t>(frames_.size() / 2, 1));
   if (free_.size() >= clean_share_ || taken_since_ < clean_share_ / 2) return;
-  cleaning_ = cleaner_->add([this] { clean_behind(); });
+  try {
+    cleaning_ = cleaner_->add([this] { clean_behind(); });
+  } catch (const std::bad_alloc&) {
+    // Write-behind is help, not duty: a batch in need of frames writes for itself.
+  }
 }
 
 void EvictingPages::clean_behind() noexcept {

@@ -129,7 +129,7 @@ class EvictingPages final : public HotPages {
   // Writes these dirty frames with the lock let go.
   void write(std::span<const std::uint32_t> frames, Lock& lock);
   void keep_dirty(std::vector<std::uint32_t>& frames) const;  // those that can be written now, in the order of the file
-  void wake_cleaner(std::uint64_t missed);
+  void wake_cleaner(std::uint64_t missed) noexcept;
   void clean_behind() noexcept;
 
   mutable std::mutex mutex_;

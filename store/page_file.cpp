@@ -235,11 +235,30 @@ void PageFile::write_stored(std::span<const PageBuffer> pages, std::span<const I
                           for (std::uint64_t i = begin; i < end; ++i)
                             checksums[i] = page_checksum({pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)});
                         });
-  counters_.write_requests += io().write(pieces, [&](std::size_t i) {
-    recorded(pages[i].page, checksums[i]);
-    ++counters_.pages_written;
-    counters_.bytes_written += pieces[i].bytes;
-  });
+  // Each checksum follows its page: whatever fails, the ledger speaks of what the file has.
+  std::vector<std::uint8_t> done(pieces.size(), 0);
+  try {
+    counters_.write_requests += io().write(pieces, [&](std::size_t i) {
+      recorded(pages[i].page, checksums[i]);
+      done[i] = 1;
+      ++counters_.pages_written;
+      counters_.bytes_written += pieces[i].bytes;
+    });
+  } catch (...) {
+    seal_unfinished(pages, done);
+    throw;
+  }
+}
+
+void PageFile::seal_unfinished(std::span<const PageBuffer> pages, std::span<const std::uint8_t> done) noexcept {
+  try {
+    std::vector<std::uint64_t> unfinished;  // those never written before are still generated
+    for (std::size_t i = 0; i < pages.size(); ++i)
+      if (done[i] == 0 && ledger_.written(pages[i].page)) unfinished.push_back(pages[i].page);
+    seal_pages(unfinished, /*forget_unreadable=*/false);  // they may be as they were
+  } catch (const std::exception&) {
+    // The failure that led here is the one to report.
+  }
 }
 
 void PageFile::write_logged(std::span<const PageBuffer> pages) {
@@ -279,11 +298,34 @@ void PageFile::write_in_place(std::span<const PageBuffer> pages) {
   std::mutex mutex;
   std::vector<LogEntry> done;
   done.reserve(pages.size());
-  write_stored(pages, pieces_of(pages), [&](std::uint64_t page, std::uint32_t checksum) {
-    const std::lock_guard lock(mutex);
-    done.push_back({page, checksum, 0});
-  });
-  log_->append_in_place(id_, done);
+  try {
+    write_stored(pages, pieces_of(pages), [&](std::uint64_t page, std::uint32_t checksum) {
+      const std::lock_guard lock(mutex);
+      done.push_back({page, checksum, 0});
+    });
+    log_->append_in_place(id_, done);
+  } catch (...) {
+    note_unfinished(pages);
+    throw;
+  }
+}
+
+void PageFile::note_unfinished(std::span<const PageBuffer> pages) noexcept {
+  try {
+    // Those the log does not know are still generated; the others may have their old bytes, their new ones, or a part of each.
+    for (const PageBuffer& page : pages) {
+      if (!log_->find(id_, page.page)) continue;
+      const AlignedBuffer memory(geometry_.page_bytes());
+      PageBuffer stored{page.page, memory.data()};
+      LogEntry entry{page.page, 0, 0};
+      read_stored({&stored, 1}, [&](const PageBuffer&) {
+        entry.checksum = page_checksum({memory.data(), static_cast<std::size_t>(geometry_.bytes_in(page.page))});
+      });
+      log_->append_in_place(id_, {&entry, 1});
+    }
+  } catch (const std::exception&) {
+    // The failure that led here is the one to report.
+  }
 }
 
 void PageFile::write_header(std::string_view header) {
@@ -342,13 +384,17 @@ void PageFile::write_swapped(std::span<const PageBuffer> pages) {
 }
 
 void PageFile::seal(std::span<const std::uint64_t> pages) {
+  // Whoever reads a page that cannot be read meets the error again; here nothing is known about it.
+  seal_pages(pages, /*forget_unreadable=*/true);
+}
+
+void PageFile::seal_pages(std::span<const std::uint64_t> pages, bool forget_unreadable) {
   if (pages.empty()) return;
   before_write_();
   ahead_.store(true);
   const std::uint64_t page_bytes = geometry_.page_bytes();
   const std::uint64_t together = std::min<std::uint64_t>(std::max<std::uint64_t>(1, kStagingBytes / page_bytes), pages.size());
   const AlignedBuffer memory(checked_mul(together, page_bytes, "bytes of pages to be sealed"));
-  // Whoever reads a page that cannot be read meets the error again; here nothing is known about it.
   const auto seal_some = [&](std::span<const std::uint64_t> some) {
     std::vector<PageBuffer> buffers;
     for (const std::uint64_t page : some) buffers.push_back({page, memory.data() + buffers.size() * page_bytes});
@@ -360,6 +406,7 @@ void PageFile::seal(std::span<const std::uint64_t> pages) {
       });
     } catch (const Error&) {
       if (some.size() > 1) return false;
+      if (!forget_unreadable) return true;
       checksums[0] = 0;
     }
     for (std::size_t i = 0; i < some.size(); ++i) ledger_.record(some[i], checksums[i]);

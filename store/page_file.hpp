@@ -64,7 +64,8 @@ class PageFile final : public LogTarget {
   // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). `also` is work to
   // be done in the meantime; it is done when this returns. Throws IoError, FormatError (truncated), CorruptError naming the rows.
   void read(std::span<PageBuffer> pages, const Meanwhile& also = {});
-  // Writes the buffers (their order is changed) with their checksums. Durable after sync(), or with the log's next commit.
+  // Writes the buffers (their order is changed) with their checksums. Durable after sync(), or with the log's next commit. After a failure each page holds its
+  // old bytes, its new ones, or the first of these and the rest of those, and can be read.
   void write(std::span<PageBuffer> pages);
   // Whether the page was ever written, here or in the log.
   bool written(std::uint64_t page) const;
@@ -126,11 +127,11 @@ class PageFile final : public LogTarget {
   using Recorded = std::function<void(std::uint64_t, std::uint32_t)>;
   void write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded);
   void write_swapped(std::span<const PageBuffer> pages);
-  void write_logged(std::span<const PageBuffer> pages);
-  void write_in_place(std::span<const PageBuffer> pages);
-  void arrived(const PageBuffer& page, std::optional<std::uint32_t> recorded) const;
-  template <class Sync>
-  void sync_once(const Sync& sync);
+  void seal_pages(std::span<const std::uint64_t> pages, bool forget_unreadable);
+  // After a write that failed: of the pages it had not finished, some may be in the file in part, which their checksums, still
+  // those of before, would call damage. They get the checksum of what the file has.
+  void seal_unfinished(std::span<const PageBuffer> pages, std::span<const std::uint8_t> done) noexcept;
+  void arrived(const PageBuffer& page) const;
   std::uint64_t elements_in(std::uint64_t page) const;
 
   std::string table_;

@@ -44,7 +44,9 @@ struct StoreOptions {
   // thirty-second of it, at most 16 MiB, for pages in flight (scans, imports, appends). Not in it: what a call takes for its own
   // batch, 20 to 50 bytes an id; threads; and rings and bounce buffers of I/O: some 100 KiB a table, but several MiB for one
   // whose pages are not multiples of 512 bytes. Small tables get frames for all their pages, large ones share the rest by size,
-  // unless TableOptions::memory says otherwise.
+  // unless TableOptions::memory says otherwise. BudgetError names the least that would do. It may be more than the machine has:
+  // a table takes its share when it is first used, and no more than it has pages for. What the machine does not have is
+  // BudgetError then; the limit of a control group is not looked at.
   std::uint64_t memory = 1ULL << 30;
   Replacement replacement = Replacement::kLru;  // what memory that is too small for a table keeps; see store/replacement.hpp
   bool write_behind = true;  // write dirty pages ahead of need, on a thread of the store's; false: when a miss needs their frames

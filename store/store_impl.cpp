@@ -12,6 +12,7 @@
 
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
+#include "base/size_text.hpp"
 #include "io/npy.hpp"
 #include "store/hot_pages.hpp"
 
@@ -642,7 +643,7 @@ void Store::Impl::remove(std::string_view name) {
   }
   if (const auto found = broken_.find(name); found != broken_.end()) broken_.erase(found);
   remove_unfinished();
-  manifest_.save(core_->path, core_->ops);
+  replace_manifest(manifest_);
   apply(plan(core_->memory, core_->replacement, manifest_.tables));
 }
 
@@ -816,6 +817,7 @@ void Store::Impl::shrink_logged(TableImpl& table, std::uint64_t rows) {
 }
 
 void Store::Impl::set_shares(const std::map<std::string, MemoryShare>& shares) {
+  for (const auto& [name, table] : tables_) table->prepare_share(shares.at(name));
   for (const auto& [name, table] : tables_) table->set_share(shares.at(name));
 }
 
@@ -887,18 +889,27 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Repla
   };
   std::vector<Need> needs;
   std::uint64_t least = 0;
+  if (tables.empty()) {
+    least = kMinPageBytes + frame_overhead(replacement) + PageLedger::bits_bytes(1);
+    if (memory < least)
+      throw BudgetError(fmt::format("memory {} is too small for a store: one page of one table takes {} bytes ({})",
+                                    format_size(memory), least, format_size(least)));
+    return {};
+  }
   for (const auto& [name, entry] : tables) {
     const std::uint64_t pages = entry.geometry.pages();
     const std::uint64_t frame = entry.geometry.page_bytes() + frame_overhead(replacement);
     const std::uint64_t bits = PageLedger::bits_bytes(pages);
-    Need need{name, pages, frame, bits, bits + (pages == 0 ? 0 : frame), pages * frame + PageLedger::checksum_bytes(pages), 0};
+    const std::uint64_t all = checked_add(checked_mul(pages, frame, "bytes of a table in memory"),
+                                          PageLedger::checksum_bytes(pages), "bytes of a table in memory");
+    Need need{name, pages, frame, bits, bits + (pages == 0 ? 0 : frame), all, 0};
     if (entry.memory != 0) {
       if (entry.memory < need.least)
         throw BudgetError(fmt::format("memory {} of table '{}' is too small: one page of it and its page bits take {} bytes ({})",
                                       format_size(entry.memory), printable(name), need.least, format_size(need.least)));
-      need.given = std::min(entry.memory, bits + need.want);
+      need.given = std::min(entry.memory, checked_add(bits, need.want, "bytes of a table in memory"));
     }
-    least += std::max(need.least, need.given);
+    least = checked_add(least, std::max(need.least, need.given), "bytes that the tables need");
     needs.push_back(std::move(need));
   }
   if (memory < least) {
@@ -925,7 +936,7 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Repla
     left -= need.bits;
     minima += need.given != 0 ? need.given - need.bits : need.least - need.bits;
     if (need.given != 0) continue;
-    want += need.want;
+    want = checked_add(want, need.want, "bytes of all tables in memory");
     ++open;
   }
   std::map<std::string, MemoryShare> shares;

@@ -105,7 +105,8 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   static std::map<std::string, MemoryShare> plan(std::uint64_t memory, Replacement replacement,
                                                  const std::map<std::string, TableEntry, std::less<>>& tables);
   void apply(const std::map<std::string, MemoryShare>& shares);
-  void set_shares(const std::map<std::string, MemoryShare>& shares);  // with all tables standing still
+  // With all tables standing still. All of them or, when it throws, none.
+  void set_shares(const std::map<std::string, MemoryShare>& shares);
   std::filesystem::path data_path(std::string_view name) const { return core_->path / (std::string(name) + ".npy"); }
   std::filesystem::path pages_path(std::string_view name) const { return core_->path / (std::string(name) + ".pages"); }
 

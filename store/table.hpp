@@ -130,8 +130,9 @@ class Table {
   // Changes the hyperparameters, not the kind nor the state fields; kept by the next commit.
   void set_optimizer(const Optimizer& optimizer);
   // Bytes of the store's budget for this table (frames, look-up, page bits, checksums), what it cannot use going to the others;
-  // 0: by size. Takes effect at once; kept by the next commit. Throws BudgetError, with nothing changed, if it is too little for
-  // the table or leaves too little for the others.
+  // 0: by size. Takes effect at once; kept by the next commit, or, in a store that is open read-only, for this session. All
+  // dirty pages are written. Throws BudgetError if it is too little for the table or leaves too little for the others, and what
+  // writing throws: with the memory of all tables as before.
   void set_memory(std::uint64_t bytes);
 
   // out = ids.size() x dim elements of the field, C order.

@@ -1,13 +1,16 @@
 #include "store/table_impl.hpp"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
 #include <optional>
 
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
+#include "base/size_text.hpp"
 #include "io/checksum.hpp"
 #include "io/npy.hpp"
 #include "kernels/rows.hpp"
@@ -19,6 +22,12 @@ namespace {
 constexpr std::uint64_t kGatherBlock = 1U << 20;
 constexpr std::uint64_t kGrain = 16384;              // ids a thread looks after at a time
 constexpr std::uint64_t kPrefetchBytes = 16U << 20;  // of pages, between two looks at whether a prefetch is still wanted
+
+std::uint64_t physical_memory() noexcept {
+  const long pages = ::sysconf(_SC_PHYS_PAGES), bytes = ::sysconf(_SC_PAGESIZE);
+  if (pages <= 0 || bytes <= 0) return std::numeric_limits<std::uint64_t>::max();
+  return static_cast<std::uint64_t>(pages) * static_cast<std::uint64_t>(bytes);
+}
 }  // namespace
 
 TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEntry entry, File data, PageLedger ledger)
@@ -102,6 +111,11 @@ HotPages& TableImpl::hot() {
   const std::lock_guard lock(hot_mutex_);
   if (hot_) return *hot_;
   if (share_.frames == 0) throw BudgetError(fmt::format("table '{}' has no share of the store's memory", printable(name_)));
+  // Frames are touched at once: what no machine has would end the process.
+  const std::uint64_t bytes = share_.frames * entry_.geometry.page_bytes();
+  if (const std::uint64_t machine = physical_memory(); bytes > machine)
+    throw BudgetError(fmt::format("table '{}' would take {} of the store's memory, {}; this machine has {}", printable(name_),
+                                  format_size(bytes), format_size(core_->memory), format_size(machine)));
   keep_checksums();
   Worker* const cleaner = writable() && core_->write_behind ? &core_->cleaner : nullptr;
   hot_ = make_hot_pages(*file_, share_.frames, core_->compute, cleaner, core_->replacement);
@@ -430,7 +444,7 @@ void TableImpl::set_optimizer(const Optimizer& optimizer) {
 void TableImpl::set_memory(std::uint64_t bytes) {
   if (entry_.memory == bytes) return;
   entry_.memory = bytes;
-  entry_changed_ = true;
+  if (core_->writable) entry_changed_ = true;  // else there is no commit to record it
 }
 
 TableImpl::Alone TableImpl::stand_still() { return Alone(files_); }
@@ -578,9 +592,14 @@ std::string table_header(const Schema& schema, const Geometry& geometry) {
   return format_npy_header({}, fields, geometry.stride, {geometry.rows}, geometry.data_offset);
 }
 
-void TableImpl::set_share(const MemoryShare& share) {
+void TableImpl::prepare_share(const MemoryShare& share) {
+  if (share == share_ || !writable()) return;
+  if (hot_) hot_->flush();
+  file_->ledger().write_out();  // so that dropping its checksums has nothing left to write
+}
+
+void TableImpl::set_share(const MemoryShare& share) noexcept {
   if (share == share_) return;
-  if (hot_ && writable()) hot_->flush();
   if (!share.checksums) file_->ledger().drop_checksums();
   release_hot();
   share_ = share;

@@ -87,8 +87,10 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // What shrink() needs, read before anything is changed: the checksum of the last page when it is cut; none if it is whole then,
   // or was never written.
   std::optional<std::uint32_t> last_checksum(std::uint64_t rows) const;
-  // Takes effect at once: hot pages that do not fit the share are written and given up. After a failure the old share holds.
-  void set_share(const MemoryShare& share);
+  // Takes effect at once: hot pages that do not fit the share are given up. In two steps, so that the shares of all tables change
+  // or none: prepare_share() writes what is dirty, and may fail; then nothing has changed and the other cannot.
+  void prepare_share(const MemoryShare& share);
+  void set_share(const MemoryShare& share) noexcept;
 
   // The same through the redo log: cut() makes the table shorter for whoever looks, cut_files() its files after that is
   // committed.

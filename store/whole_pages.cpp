@@ -81,6 +81,11 @@ std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::v
     std::vector<PageBuffer> reads;
     std::vector<std::uint32_t> mine;
     std::vector<Wanted> others;  // being filled by someone else
+    // All memory now: once a page is marked as being filled, nothing may come in between.
+    reads.reserve(wanted.size());
+    mine.reserve(wanted.size());
+    others.reserve(wanted.size());
+    held_back.reserve(held_back.size() + wanted.size());
     {
       std::unique_lock lock(mutex_);
       const auto filling = [&](const Wanted& w) { return state_[w.page].load(std::memory_order_relaxed) == kFilling; };

@@ -9,7 +9,7 @@ namespace embermap::tools {
 void add_store_options(CLI::App& command, Common& common) {
   const std::string group = "Disk and memory";
   command
-      .add_option("--io", common.io, "How pages are read and written: auto (default: a short probe), io_uring, threads, mapping")
+      .add_option("--io", common.io, "How pages are read and written: auto (default: a short probe), io_uring, threads, cached")
       ->type_name("NAME")
       ->group(group);
   CLI::Option* const direct =
@@ -17,9 +17,8 @@ void add_store_options(CLI::App& command, Common& common) {
           .add_flag_callback(
               "--direct", [&common] { common.direct = true; }, "Past the page cache (default: where the file system allows it)")
           ->group(group);
-  command
-      .add_flag_callback(
-          "--no-direct", [&common] { common.direct = false; }, "Through the page cache")
+  command.add_flag_callback(
+             "--no-direct", [&common] { common.direct = false; }, "Through the page cache")
       ->excludes(direct)
       ->group(group);
   command.add_option("--policy", common.policy, "Which pages stay in memory: lru (default), s3fifo")

@@ -25,7 +25,7 @@ from ._table import Progress, Table
 __all__ = ["Store", "open"]
 
 Mode = Literal["a", "r+", "r"]
-Io = Literal["auto", "io_uring", "threads", "mapping"]
+Io = Literal["auto", "io_uring", "threads", "cached"]
 Policy = Literal["lru", "s3fifo"]
 
 
@@ -543,7 +543,7 @@ def open(  # noqa: A001
             I/O has 32 threads of its own.
         accept_unclean: take the tables as they are after a session that ended while it was writing
             pages, where they may hold a mix of the last commit and later rows.
-        io: how pages go between files and memory: "io_uring", "threads", "mapping"; "auto" chooses
+        io: how pages go between files and memory: "io_uring", "threads", "cached"; "auto" chooses
             for each file by a short probe. What the system refuses falls back; `Table.stats()`
             tells what is used and why.
         direct: past the page cache (O_DIRECT), or through it; None: past it where the file system

@@ -147,8 +147,9 @@ class Table:
 
         They cover its frames, look-up table, page bits and checksums; what it cannot use goes to
         the others. Assigning bytes, a text like "256MiB", or None takes effect at once (all dirty
-        pages are written) and is kept by the next commit. BudgetError, and nothing changed, if it
-        is too little for the table or leaves too little for the others.
+        pages are written) and is kept by the next commit, or, in a store that is open read-only,
+        for this session. BudgetError, and nothing changed, if it is too little for the table or
+        leaves too little for the others.
         """
         return self._live.memory or None
 
@@ -536,7 +537,7 @@ class Table:
         pages sharing one: "read_requests", "write_requests". "seconds_waiting": calls waited for
         the disk, added up over threads. Bools: "huge_pages", "registered" (with CUDA), "whole"
         (all pages have a frame). How the file is read and written: "io_engine" ("io_uring",
-        "threads", "mapping"), "direct_reads", "direct_writes", and "io_note", what the system
+        "threads", "cached"), "direct_reads", "direct_writes", and "io_note", what the system
         refused and why.
 
         Cheap, and free of row access; the first call of a table that nobody has used yet probes

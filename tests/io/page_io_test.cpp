@@ -20,8 +20,8 @@
 #include <vector>
 
 #include "base/aligned_buffer.hpp"
+#include "io/cached_file.hpp"
 #include "io/direct_file.hpp"
-#include "io/file_view.hpp"
 #include "tests/io/test_folder.hpp"
 
 namespace embermap {
@@ -112,7 +112,7 @@ class PageIoWays : public PageIoFolder, public ::testing::WithParamInterface<Way
 INSTANTIATE_TEST_SUITE_P(All, PageIoWays,
                          ::testing::Values(Way{IoEngine::kUring, true}, Way{IoEngine::kUring, false},
                                            Way{IoEngine::kThreads, true}, Way{IoEngine::kThreads, false},
-                                           Way{IoEngine::kMapping, false}),
+                                           Way{IoEngine::kCached, false}),
                          [](const auto& way) {
                            return std::string(io_engine_name(way.param.engine)) + (way.param.direct ? "_direct" : "_buffered");
                          });
@@ -778,33 +778,67 @@ TEST_F(PageIoFolder, ThePageCacheStaysSmall) {
       io.write({&piece, 1});
       io.read({&piece, 1});
     }
-    EXPECT_LE(FileView(file).resident_share() * kBytes, 40.0 * (1U << 20)) << direct;
+    EXPECT_LE(CachedFile(file, false).resident_share() * kBytes, 40.0 * (1U << 20)) << direct;
   }
 }
 
 TEST_F(PageIoFolder, WhatIsInThePageCacheIsCopiedFromThere) {
   const File file = make("f", (2U << 20) + 100);
   file.sync();
-  if (!FileView(file).why().empty()) GTEST_SKIP() << FileView(file).why();
+  CachedFile look(file, false);
+  if (look.resident_share() == 0) GTEST_SKIP() << look.why();
   Pieces pieces;
   pieces.add(0, 4096);
   pieces.add(5000, (2U << 20) - 5000);
   pieces.add(2U << 20, 100, 4096);
   {
     PageIo io(file, io_, {.prefer_cached = true});
-    EXPECT_EQ(io.report().engine, IoEngine::kMapping);
+    EXPECT_EQ(io.report().engine, IoEngine::kCached);
     io.read(pieces.get());
     pieces.expect_pattern();
-    EXPECT_EQ(io.report().mapped_bytes, 4096 + (2U << 20) - 5000 + 100);
+    EXPECT_EQ(io.report().cached_bytes, 4096 + (2U << 20) - 5000 + 100);
     EXPECT_EQ(io.report().read_requests, 0U);
   }
   if (lives_in_memory(file)) return;
   // What is not there is read, without a page fault that would have to wait for the disk.
   ::posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
-  PageIo io(file, io_, {.engine = IoEngine::kMapping});
+  PageIo io(file, io_, {.engine = IoEngine::kCached});
   io.read(pieces.get());
   pieces.expect_pattern();
   EXPECT_GT(io.report().read_requests, 0U);
+}
+
+// Cuts the file short as the first read is under way.
+class CutShort final : public FileOps {
+ public:
+  ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
+    cut(fd);
+    return FileOps::pread(fd, buffer, bytes, offset);
+  }
+  ssize_t preadv_cached(int fd, const iovec* pieces, int count, off_t offset) override {
+    cut(fd);
+    return FileOps::preadv_cached(fd, pieces, count, offset);
+  }
+  std::atomic<bool> armed{false};
+
+ private:
+  void cut(int fd) {
+    if (armed.exchange(false)) {
+      ASSERT_EQ(::ftruncate(fd, 5000), 0);
+    }
+  }
+};
+
+TEST_F(PageIoFolder, AFileCutShortWhileItIsCopiedIsTruncatedAndNoSignal) {
+  CutShort ops;
+  const File file = make("f", 100000, ops);
+  PageIo io(file, io_, {.engine = IoEngine::kCached});
+  Pieces pieces;
+  for (std::uint64_t at = 0; at < 81920; at += 8192) pieces.add(at, 8192);
+  io.read(pieces.get());
+  pieces.expect_pattern();
+  ops.armed = true;
+  EXPECT_THAT(error_of<FormatError>([&] { io.read(pieces.get()); }), AllOf(HasSubstr("truncated"), HasSubstr(at("f").string())));
 }
 
 TEST_F(PageIoFolder, TheProbeChoosesByTheFile) {
@@ -812,10 +846,10 @@ TEST_F(PageIoFolder, TheProbeChoosesByTheFile) {
   fresh.resize(1ULL << 40);
   const PageIoReport report = PageIo(fresh, io_).report();
   if (lives_in_memory(fresh)) {
-    EXPECT_EQ(report.engine, IoEngine::kMapping);
+    EXPECT_EQ(report.engine, IoEngine::kCached);
     return;
   }
-  EXPECT_NE(report.engine, IoEngine::kMapping);
+  EXPECT_NE(report.engine, IoEngine::kCached);
   EXPECT_EQ(report.engine == IoEngine::kThreads, report.note.find("io_uring") != std::string::npos);
   EXPECT_EQ(report.read_requests, 0U);
   // With data in it: whatever is chosen, its reads are right and few.
@@ -829,7 +863,7 @@ TEST_F(PageIoFolder, TheProbeChoosesByTheFile) {
   pieces.expect_pattern();
 }
 
-TEST_F(PageIoFolder, AFileInMemoryIsMappedAndNeverDirect) {
+TEST_F(PageIoFolder, AFileInMemoryIsNeverDirect) {
   const std::filesystem::path shm = "/dev/shm";
   std::error_code error;
   if (!std::filesystem::is_directory(shm, error)) GTEST_SKIP();
@@ -842,21 +876,21 @@ TEST_F(PageIoFolder, AFileInMemoryIsMappedAndNeverDirect) {
   if (!lives_in_memory(file)) GTEST_SKIP();
   file.write(0, pattern_of(0, 100000));
   PageIo io(file, io_, {.direct = true});
-  EXPECT_EQ(io.report().engine, IoEngine::kMapping);
+  EXPECT_EQ(io.report().engine, IoEngine::kCached);
   EXPECT_FALSE(io.report().direct_reads || io.report().direct_writes);
   EXPECT_THAT(io.report().note, HasSubstr("direct I/O"));
   Pieces pieces;
   pieces.add(1, 99999);
   io.read(pieces.get());
   pieces.expect_pattern();
-  EXPECT_EQ(io.report().mapped_bytes, 99999U);
+  EXPECT_EQ(io.report().cached_bytes, 99999U);
   EXPECT_EQ(io.report().read_requests, 0U);
 }
 
 TEST_F(PageIoFolder, NamesAndOptionsAreChecked) {
-  for (const IoEngine engine : {IoEngine::kUring, IoEngine::kThreads, IoEngine::kMapping})
+  for (const IoEngine engine : {IoEngine::kUring, IoEngine::kThreads, IoEngine::kCached})
     EXPECT_EQ(parse_io_engine(io_engine_name(engine)), engine);
-  EXPECT_THAT(error_of<InvalidArgument>([] { parse_io_engine("aio"); }), HasSubstr("io_uring, threads, mapping"));
+  EXPECT_THAT(error_of<InvalidArgument>([] { parse_io_engine("aio"); }), HasSubstr("io_uring, threads, cached"));
   const File file = make("f", 1);
   EXPECT_THAT(error_of<InvalidArgument>([&] { PageIo(file, io_, {.depth = 0}); }), HasSubstr("depth 0"));
   EXPECT_THAT(error_of<InvalidArgument>([&] { PageIo(file, io_, {.depth = 4097}); }), HasSubstr("depth 4097"));
@@ -865,7 +899,7 @@ TEST_F(PageIoFolder, NamesAndOptionsAreChecked) {
 TEST_F(PageIoFolder, AReadOnlyFileIsReadAndNotWritten) {
   { make("f", 100000); }
   const File file = File::open(at("f"), File::Mode::kRead);
-  for (const IoEngine engine : {IoEngine::kUring, IoEngine::kThreads, IoEngine::kMapping}) {
+  for (const IoEngine engine : {IoEngine::kUring, IoEngine::kThreads, IoEngine::kCached}) {
     PageIo io(file, io_, {.engine = engine});
     EXPECT_FALSE(io.report().direct_writes);
     Pieces pieces;

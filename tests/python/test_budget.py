@@ -109,7 +109,7 @@ def test_many_tables_share_and_keep_within(path):
 # --- options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("io", ["auto", "io_uring", "threads", "mapping"])
+@pytest.mark.parametrize("io", ["auto", "io_uring", "threads", "cached"])
 @pytest.mark.parametrize("direct", [None, True, False])
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 def test_every_way_of_reading_gives_the_same(path, io, direct, policy):
@@ -124,7 +124,7 @@ def test_every_way_of_reading_gives_the_same(path, io, direct, policy):
             assert np.array_equal(table.gather(part), rows[part])
         stats = table.stats()
         assert stats["evictions"] > 0
-        assert stats["io_engine"] in ("io_uring", "threads", "mapping")
+        assert stats["io_engine"] in ("io_uring", "threads", "cached")
         if io != "auto" and not stats["io_note"]:
             assert stats["io_engine"] == io
         if direct is False:
@@ -164,8 +164,8 @@ def test_stats_of_tables_and_of_the_store(path):
         assert one["misses"] > 0
         assert one["bytes_read"] == 4096 * one["pages_read"] > 0
         assert one["bytes_written"] == 10_000 * 512
-        # What is copied from a mapping takes no request.
-        assert (one["read_requests"] > 0) == (one["io_engine"] != "mapping")
+        # What is copied from the page cache takes no request.
+        assert (one["read_requests"] > 0) == (one["io_engine"] != "cached")
         assert one["read_requests"] <= one["pages_read"]
         assert 0 < one["write_requests"] <= one["write_backs"]
         assert one["seconds_waiting"] > 0

@@ -81,10 +81,10 @@ class PageFileTest : public ::testing::TestWithParam<Shape> {
 
 INSTANTIATE_TEST_SUITE_P(Shapes, PageFileTest,
                          ::testing::Values(Shape{128, 4096, IoEngine::kUring}, Shape{128, 4096, IoEngine::kThreads},
-                                           Shape{128, 4096, IoEngine::kMapping},
+                                           Shape{128, 4096, IoEngine::kCached},
                                            // Pages of 4000 bytes from byte 128 on, and both byte orders.
                                            Shape{100, 128, IoEngine::kUring}, Shape{100, 128, IoEngine::kThreads},
-                                           Shape{100, 128, IoEngine::kMapping}, Shape{100, 128, IoEngine::kUring, true},
+                                           Shape{100, 128, IoEngine::kCached}, Shape{100, 128, IoEngine::kUring, true},
                                            Shape{128, 4096, IoEngine::kUring, true}, Shape{3, 80, IoEngine::kThreads, true},
                                            Shape{2000, 4096, IoEngine::kUring}));
 

@@ -855,6 +855,77 @@ TEST_F(StoreTest, AReaderCanTakeAnUncleanStoreAsItIs) {
   for (const float value : gather(reader.table("t"), range(0, 1000))) ASSERT_TRUE(value == 1 || value == 2);
 }
 
+// Writes the first half of what it is given, and then fails.
+class HalfWrites final : public FileOps {
+ public:
+  std::atomic<bool> fail{false};
+  ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
+    if (!fail) return FileOps::pwrite(fd, buffer, bytes, offset);
+    if (FileOps::pwrite(fd, buffer, bytes / 2, offset) < 0) return -1;
+    return errno = EIO, -1;
+  }
+  ssize_t pwritev(int fd, const iovec* pieces, int count, off_t offset) override {
+    return fail ? pwrite(fd, pieces->iov_base, pieces->iov_len, offset) : FileOps::pwritev(fd, pieces, count, offset);
+  }
+};
+
+TEST_F(StoreTest, PagesOfAWriteThatFailedHalfWayCanBeRead) {
+  HalfWrites ops;
+  Store store = Store::open(path(), {.memory = 1 << 20, .file_ops = &ops});
+  Table table = store.create("t", {.rows = 2000, .dim = 128});
+  const std::vector<float> ones(128000, 1), twos(128000, 2);
+  table.write(0, 1000, std::as_bytes(std::span(ones)));  // also makes the mark, which must not be what fails
+  ops.fail = true;
+  EXPECT_THROW(table.write(500, 1000, std::as_bytes(std::span(twos))), IoError);
+  ops.fail = false;
+  const auto rows = read_all(table);
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::size_t row = i / 128;
+    const float before = row < 1000 ? 1.0F : 0.0F;
+    ASSERT_TRUE(rows[i] == before || (rows[i] == 2 && row >= 500 && row < 1500)) << row;
+  }
+  EXPECT_THAT(rows, testing::Contains(2.0F));
+  EXPECT_EQ(table.verify().bad_pages, 0U);
+}
+
+TEST_F(StoreTest, MemoryOfAllTablesChangesOrOfNone) {
+  HalfWrites ops;
+  Store store = Store::open(path(), {.memory = 1 << 20, .write_behind = false, .file_ops = &ops});
+  Table first = store.create("first", {.rows = 10000, .dim = 128}), second = store.create("second", {.rows = 10000, .dim = 128});
+  (void)gather(first, {0});
+  scatter(second, {0}, std::vector<float>(128, 1));
+  const auto before = std::pair(first.stats().memory_bytes, second.stats().memory_bytes);
+  ops.fail = true;
+  EXPECT_THROW(first.set_memory(700000), IoError);
+  ops.fail = false;
+  EXPECT_EQ(first.memory(), 0U);
+  EXPECT_EQ(std::pair(first.stats().memory_bytes, second.stats().memory_bytes), before);
+  EXPECT_EQ(gather(second, {0})[0], 1.0F);
+  first.set_memory(700000);
+  (void)gather(first, {0});
+  EXPECT_GT(first.stats().memory_bytes, 650000U);
+}
+
+TEST_F(StoreTest, TheLeastMemoryIsNamedAlsoWhereThereAreNoTables) {
+  const std::string text = message_of<BudgetError>([&] { open(0); });
+  EXPECT_THAT(text, AllOf(HasSubstr("memory 0 B is too small"), HasSubstr("one page of one table takes ")));
+  EXPECT_FALSE(std::filesystem::exists(path()));
+  const std::size_t at = text.find("takes ") + 6;
+  Store store = open(std::stoull(text.substr(at)));
+  EXPECT_EQ(gather(store.create("t", {.rows = 1, .dim = 1024, .init = Constant{3}}), {0})[0], 3.0F);
+}
+
+TEST_F(StoreTest, MemoryBeyondTheMachinesIsTakenOnlyWhereThereArePagesForIt) {
+  const std::uint64_t machine = static_cast<std::uint64_t>(sysconf(_SC_PHYS_PAGES)) * 4096;
+  Store store = open(1ULL << 50);
+  EXPECT_EQ(gather(store.create("small", {.rows = 10, .dim = 4, .init = Constant{3}}), {9})[0], 3.0F);
+  Table large = store.create("large", {.rows = machine / 4096 + 1000, .dim = 1024});
+  EXPECT_THAT(message_of<BudgetError>([&] { (void)gather(large, {0}); }),
+              AllOf(HasSubstr("table 'large'"), HasSubstr("this machine has")));
+  large.set_memory(1 << 20);
+  EXPECT_EQ(gather(large, {0})[0], 0.0F);
+}
+
 TEST_F(StoreTest, GathersGoOnWhileATableIsResized) {
   Store store = open(1 << 20);
   Table table = store.create("t", {.rows = 1000, .dim = 16, .init = Constant{3}});

@@ -187,7 +187,7 @@ void bare_pread(benchmark::State& state) {
   state.SetItemsProcessed(static_cast<std::int64_t>(pages));
 }
 
-// What is in the page cache: copied from the mapping, or read.
+// What is in the page cache: copied without waiting, or read as any other page.
 void cached(benchmark::State& state, IoEngine engine) {
   Scratch& scratch = Scratch::get();
   std::vector<std::byte> block(1_MiB);
@@ -282,7 +282,7 @@ BENCHMARK_CAPTURE(page_io, threads, IoEngine::kThreads, false)
     ->Args({4096, 4096, 128})
     ->Args({4000, 128, 64})
     ->UseRealTime();
-BENCHMARK_CAPTURE(cached, mapping, IoEngine::kMapping)
+BENCHMARK_CAPTURE(cached, cached, IoEngine::kCached)
     ->Name("io/cached_read/mapping")
     ->ArgName("threads")
     ->Arg(1)

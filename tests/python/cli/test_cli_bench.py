@@ -82,7 +82,7 @@ def test_the_way_of_page_io_can_be_chosen_and_is_reported(cli: Embermap, tmp_pat
     assert chosen["page_io"]["engine"] == "threads"
     assert not chosen["page_io"]["direct_reads"]
     found = cli.ok("bench", tmp_path, *SMALL, "--json").json["page_io"]
-    assert found["engine"] in ("io_uring", "threads", "mapping")
+    assert found["engine"] in ("io_uring", "threads", "cached")
     assert found["depth"] > 0
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 
-@pytest.mark.parametrize("io", ["auto", "io_uring", "threads", "mapping"])
+@pytest.mark.parametrize("io", ["auto", "io_uring", "threads", "cached"])
 @pytest.mark.parametrize("direct", [[], ["--direct"], ["--no-direct"]])
 def test_every_way_of_reading_gives_the_same_file(cli, tmp_path, io, direct):
     rows = np.random.default_rng(0).random((3000, 33), np.float32)
@@ -21,7 +21,7 @@ def test_every_way_of_reading_gives_the_same_file(cli, tmp_path, io, direct):
     cli.ok("export", table, tmp_path / "out.npy", *options, "--quiet")
     assert np.array_equal(np.load(tmp_path / "out.npy"), rows)
     told = cli.ok("info", table, *options, "--json").json["io"]
-    assert told["engine"] in ("io_uring", "threads", "mapping")
+    assert told["engine"] in ("io_uring", "threads", "cached")
     if io != "auto" and not told["note"]:
         assert told["engine"] == io
     if "--no-direct" in direct:
