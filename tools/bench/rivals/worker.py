@@ -208,6 +208,7 @@ class _Server:
                 self.store.update(batch)
             else:
                 self.store.warm(batch)
+            del batch
             self._trim()
             if time.perf_counter() - began > seconds:
                 return number + 1 - first
@@ -225,7 +226,8 @@ class _Server:
             began = time.perf_counter()
             result = call(batch)
             times.append(time.perf_counter() - began)
-            del result
+            # Before the next ones are made: their arrays are a tenth of the process's memory.
+            del result, batch
             self._trim()
             if sum(times) >= seconds:
                 break
