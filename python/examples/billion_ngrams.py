@@ -26,40 +26,43 @@ the same process takes without the store, plus the budget, plus 64 MiB.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
-import gzip
 import importlib.util
 import json
 import math
 import mmap
-import re
 import shutil
 import signal
 import sys
 import threading
 import time
-import zlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import embermap as em
 import numpy as np
+from example_parts import (
+    DICTIONARY,
+    DemoError,
+    forget_peak_memory,
+    give_memory_back,
+    memory_of_process,
+    mib,
+    parse_size,
+    prepare_folder,
+    read_words,
+    remove_files,
+)
 from numpy.typing import NDArray
 
-# Memory that is freed goes back to the system at once: what is measured is the store's and the
-# training's, not what the C library keeps for later.
-with contextlib.suppress(OSError, AttributeError):
-    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        ctypes.CDLL(None).mallopt(parameter, 256 << 10)
+give_memory_back()
 
 Ids = NDArray[np.int64]
 Rows = NDArray[np.float32]
 
-DICTIONARY = Path("/usr/share/dictd/gcide.dict.dz")
 CONTEXT = 5  # words
 ORDERS = (1, 2, 5)  # how many of the last words each row of a place stands for
 NOISE_POWER = 0.75  # words are drawn at random by count ** 0.75
@@ -71,37 +74,7 @@ PAGE = 4096  # bytes of a table's page: what a row takes of the disk at most
 OWN_FILES = ("tables",)
 
 
-class DemoError(Exception):
-    """A cause the user can act on; shown as one line."""
-
-
 # --- text -----------------------------------------------------------------------------------------
-
-_WORD = re.compile(r"[^\W\d_]+")  # a run of letters
-
-
-def open_text(path: Path) -> IO[bytes]:
-    """Open a text for reading, through gzip if its first bytes say so (also dictzip's `.dz`)."""
-    file = path.open("rb")
-    try:
-        packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-    except BaseException:
-        file.close()
-        raise
-    return gzip.open(file) if packed else file  # type: ignore[return-value]
-
-
-def text_pieces(path: Path, piece_bytes: int = 1 << 20) -> Iterator[bytes]:
-    """Yield the text in pieces of about `piece_bytes`, each ending between two words."""
-    rest = b""
-    with open_text(path) as file:
-        while block := file.read(piece_bytes):
-            block = rest + block
-            end = max(block.rfind(b"\n\n"), block.rfind(b" ")) + 1
-            yield block[:end]
-            rest = block[end:]
-    yield rest
 
 
 @dataclass(frozen=True)
@@ -114,22 +87,8 @@ class Corpus:
 
 def read_corpus(paths: Sequence[Path]) -> Corpus:
     """Read texts into lower-cased runs of letters."""
-    seen: defaultdict[str, int] = defaultdict()
-    seen.default_factory = seen.__len__  # an unseen word gets the next free number
-    parts: list[NDArray[np.int32]] = []
-    for path in paths:
-        try:
-            for piece in text_pieces(path):
-                found = _WORD.findall(piece.decode("utf-8", "replace").lower())
-                parts.append(np.fromiter(map(seen.__getitem__, found), np.int32, len(found)))
-        except (OSError, EOFError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            advice = ""
-            if path == DICTIONARY:
-                advice = "; install it with `apt-get install dict-gcide`, or name a --text"
-            raise DemoError(f"{path}: {reason}{advice}") from error
-    text = np.concatenate(parts) if parts else np.empty(0, np.int32)
-    return Corpus(list(seen), text)
+    words, text, _ = read_words(paths)
+    return Corpus(words, text)
 
 
 # --- rows of a place in the text ------------------------------------------------------------------
@@ -214,24 +173,6 @@ def loss_and_gradients(context: Rows, targets: Rows, noise: Rows) -> Gradients:
 
 
 # --- memory ---------------------------------------------------------------------------------------
-
-
-def memory_of_process(field: str) -> int:
-    """A field of /proc/self/status in bytes: VmRSS, VmHWM, RssAnon."""
-    with Path("/proc/self/status").open(encoding="ascii") as status:
-        for line in status:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    raise DemoError(f"/proc/self/status has no {field}")
-
-
-def forget_peak_memory() -> bool:
-    """Let VmHWM start again from what is resident now. False where the kernel does not let us."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
 
 
 class _CacheRange(ctypes.Structure):
@@ -319,11 +260,6 @@ def plot(path: Path, samples: Samples, budget: int, without: int) -> None:
 
 
 # --- reporting ------------------------------------------------------------------------------------
-
-
-def mib(n: float) -> str:
-    """Bytes in the binary unit that memory is given in."""
-    return f"{n / 2**20:.1f} MiB"
 
 
 def gb(n: float) -> str:
@@ -445,36 +381,6 @@ def rehearse(
 # --- the run --------------------------------------------------------------------------------------
 
 
-def prepare_folder(folder: Path, overwrite: bool) -> None:
-    """Make the folder; empty it only if asked to, and only if all in it is this example's."""
-    try:
-        if folder.exists():
-            names = sorted(entry.name for entry in folder.iterdir())
-            strange = [name for name in names if name not in OWN_FILES]
-            if strange:
-                raise DemoError(
-                    f"{folder} holds {strange[0]!r}, which this example did not make; "
-                    "choose another folder with --store"
-                )
-            if names and not overwrite:
-                raise DemoError(
-                    f"{folder} holds an earlier run; replace it with --overwrite "
-                    "or choose another folder with --store"
-                )
-            remove_files(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DemoError(f"{folder}: {error.strerror}") from error
-
-
-def remove_files(folder: Path) -> None:
-    """Remove what this example makes, and the folder if nothing else is in it."""
-    for name in OWN_FILES:
-        shutil.rmtree(folder / name, ignore_errors=True)
-    if folder.exists() and not any(folder.iterdir()):
-        folder.rmdir()
-
-
 def disk_of(path: Path) -> int:
     """Bytes that a file takes of the disk."""
     return path.stat().st_blocks * 512
@@ -500,7 +406,7 @@ def run(args: argparse.Namespace) -> bool:
             f"too few words: the text has {len(corpus.text):,}, at least {needed:,} are needed "
             f"with --batch {args.batch}"
         )
-    prepare_folder(args.store, args.overwrite)
+    prepare_folder(args.store, OWN_FILES, args.overwrite)
     try:
         free = shutil.disk_usage(args.store).free
         if free < args.disk + (1 << 30):
@@ -523,7 +429,7 @@ def run(args: argparse.Namespace) -> bool:
         if not args.keep:
             # A file of many scattered pages takes the file system a while to free.
             print(f"Removing {args.store} ...", flush=True)
-            remove_files(args.store)
+            remove_files(args.store, OWN_FILES)
 
 
 def demonstrate(args: argparse.Namespace, text: NDArray[np.int32], vocabulary: int) -> bool:
@@ -627,17 +533,6 @@ def thin(values: list[float], most: int) -> list[float]:
 
 
 # --- command line ---------------------------------------------------------------------------------
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "64MiB", "1.5GB", "1000000"."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
-    number, unit, binary = match.groups() if match else ("0", None, None)
-    power = " kmgt".index(unit) if unit else 0
-    size = int(float(number) * (1024 if binary else 1000) ** power)
-    if size == 0:
-        raise argparse.ArgumentTypeError(f"not a size such as 64MiB: {text!r}")
-    return size
 
 
 def whole(smallest: int) -> Callable[[str], int]:

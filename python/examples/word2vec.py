@@ -24,18 +24,12 @@ while the long tail of rare words comes from the file when it is needed.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import ctypes
-import gzip
 import itertools
 import math
 import os
-import re
 import shutil
 import sys
 import time
-import zlib
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +43,22 @@ import embermap as em
 import numpy as np
 import torch
 import torch.nn.functional as F
+from example_parts import (
+    DICTIONARY,
+    DemoError,
+    forget_peak_memory,
+    give_memory_back,
+    memory_of_process,
+    mib,
+    parse_size,
+    prepare_folder,
+    read_words,
+    remove_files,
+)
 from numpy.typing import NDArray
 
-# The C library keeps freed memory by the tens of MiB once it has seen large blocks, and hands it
-# back at odd times: the memory reported at the end would be its, not the store's.
-with contextlib.suppress(OSError, AttributeError):
-    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-        ctypes.CDLL(None).mallopt(parameter, 256 << 10)
+give_memory_back()
 
-DICTIONARY = Path("/usr/share/dictd/gcide.dict.dz")
 NEIGHBOUR_WORDS = "oak,silver,ship,river,music,red,physician,horse,bread,king,sword,winter"
 
 CHUNK = 64  # words of running text scored against each other in one small matrix product
@@ -74,10 +75,6 @@ DEFAULT_SECONDS = 150.0
 OWN_FILES = ("tables", "vocabulary.txt", "words.npy", "words.h5")
 
 
-class DemoError(Exception):
-    """A cause the user can act on; shown as one line."""
-
-
 # --- text -----------------------------------------------------------------------------------------
 
 
@@ -91,63 +88,19 @@ class Corpus:
     text_bytes: int  # size of the text, unpacked
 
 
-_WORD = re.compile(r"[^\W\d_]+")  # a run of letters
-
-
-def open_text(path: Path) -> IO[bytes]:
-    """Open a text for reading, through gzip if its first bytes say so (also dictzip's `.dz`)."""
-    file = path.open("rb")
-    try:
-        packed = file.read(2) == b"\x1f\x8b"
-        file.seek(0)
-    except BaseException:
-        file.close()
-        raise
-    return gzip.open(file) if packed else file  # type: ignore[return-value]
-
-
-def text_pieces(path: Path, piece_bytes: int = 1 << 20) -> Iterator[bytes]:
-    """Yield the text in pieces of about `piece_bytes`, each ending between two words."""
-    rest = b""
-    with open_text(path) as file:
-        while block := file.read(piece_bytes):
-            block = rest + block
-            end = max(block.rfind(b"\n\n"), block.rfind(b" ")) + 1
-            yield block[:end]
-            rest = block[end:]
-    yield rest
-
-
 def read_corpus(paths: Sequence[Path], *, min_count: int = 1) -> Corpus:
     """Read texts into word ids: lower-cased runs of letters, numbered by falling frequency.
 
     Words seen fewer than `min_count` times are dropped from the text. The text is read in pieces;
     what stays in memory is four bytes a word and the vocabulary.
     """
-    seen: defaultdict[str, int] = defaultdict()
-    seen.default_factory = seen.__len__  # an unseen word gets the next free number
-    parts: list[NDArray[np.int32]] = []
-    text_bytes = 0
-    for path in paths:
-        try:
-            for piece in text_pieces(path):
-                text_bytes += len(piece)
-                found = _WORD.findall(piece.decode("utf-8", "replace").lower())
-                parts.append(np.fromiter(map(seen.__getitem__, found), np.int32, len(found)))
-        except (OSError, EOFError, zlib.error) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            advice = ""
-            if path == DICTIONARY:
-                advice = "; install it with `apt-get install dict-gcide`, or name a --text"
-            raise DemoError(f"{path}: {reason}{advice}") from error
-    ids = np.concatenate(parts) if parts else np.empty(0, np.int32)
-    counts = np.bincount(ids, minlength=len(seen))
+    names, ids, text_bytes = read_words(paths)
+    counts = np.bincount(ids, minlength=len(names))
     order = np.argsort(-counts, kind="stable")
     order = order[counts[order] >= min_count]
-    number = np.full(len(seen), -1, np.int32)
+    number = np.full(len(names), -1, np.int32)
     number[order] = np.arange(len(order), dtype=np.int32)
     ids = number[ids]
-    names = list(seen)
     return Corpus([names[i] for i in order], counts[order], ids[ids >= 0], text_bytes)
 
 
@@ -367,80 +320,12 @@ class Progress:
             print(file=self._stream, flush=True)
 
 
-def memory_of_process(field: str) -> int:
-    """A field of /proc/self/status in bytes: VmRSS (resident now) or VmHWM (the most so far)."""
-    with Path("/proc/self/status").open(encoding="ascii") as status:
-        for line in status:
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    raise DemoError(f"/proc/self/status has no {field}")
-
-
-def forget_peak_memory() -> bool:
-    """Let VmHWM start again from what is resident now. False where the kernel does not let us."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
-
-
-def mib(n: float) -> str:
-    """Bytes in the binary unit that memory is given in."""
-    return f"{n / 2**20:.1f} MiB"
-
-
 def mb(n: float) -> str:
     """Bytes in the decimal unit that files are given in."""
     return f"{n / 1e6:.0f} MB" if n < 1e9 else f"{n / 1e9:.2f} GB"
 
 
-def parse_size(text: str) -> int:
-    """Bytes of "64MiB", "1.5GB", "1000000"."""
-    match = re.fullmatch(r"([0-9]*\.?[0-9]+)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
-    number, unit, binary = match.groups() if match else ("0", None, None)
-    power = " kmgt".index(unit) if unit else 0
-    size = int(float(number) * (1024 if binary else 1000) ** power)
-    if size == 0:
-        raise argparse.ArgumentTypeError(f"not a size such as 64MiB: {text!r}")
-    return size
-
-
 # --- the demonstration ----------------------------------------------------------------------------
-
-
-def prepare_folder(folder: Path, overwrite: bool) -> None:
-    """Make the folder; empty it only if asked to, and only if all in it is this example's."""
-    try:
-        if folder.exists():
-            names = sorted(entry.name for entry in folder.iterdir())
-            strange = [name for name in names if name not in OWN_FILES]
-            if strange:
-                raise DemoError(
-                    f"{folder} holds {strange[0]!r}, which this example did not make; "
-                    "choose another folder with --store"
-                )
-            if names and not overwrite:
-                raise DemoError(
-                    f"{folder} holds an earlier run; replace it with --overwrite "
-                    "or choose another folder with --store"
-                )
-            remove_files(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DemoError(f"{folder}: {error.strerror}") from error
-
-
-def remove_files(folder: Path) -> None:
-    """Remove what this example makes, and the folder if nothing else is in it."""
-    for name in OWN_FILES:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    if folder.exists() and not any(folder.iterdir()):
-        folder.rmdir()
 
 
 def pick_device(choice: str) -> torch.device:
@@ -626,12 +511,12 @@ def run(args: argparse.Namespace) -> None:
     if free < needed:
         raise DemoError(f"{args.store}: {mb(needed)} are needed, {mb(free)} are free")
 
-    prepare_folder(args.store, args.overwrite)
+    prepare_folder(args.store, OWN_FILES, args.overwrite)
     try:
         demonstrate(args, corpus, device, tables_bytes, began)
     finally:
         if not args.keep:
-            remove_files(args.store)
+            remove_files(args.store, OWN_FILES)
     if args.keep:
         print(f"Kept in {args.store}: the store tables/, vocabulary.txt, words.npy, words.h5")
     else:

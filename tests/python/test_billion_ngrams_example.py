@@ -25,6 +25,7 @@ def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("billion_ngrams_example", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
+    sys.path.insert(0, str(SCRIPT.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)

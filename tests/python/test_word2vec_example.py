@@ -26,6 +26,7 @@ def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("word2vec_example", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
+    sys.path.insert(0, str(SCRIPT.parent))
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
@@ -96,7 +97,7 @@ def test_pieces_never_cut_a_word(example: ModuleType, tmp_path: Path, piece_byte
     path = tmp_path / "text.txt"
     text = "Überfluß and a word\n\nnext entry\nend".encode()
     path.write_bytes(text)
-    pieces = list(example.text_pieces(path, piece_bytes))
+    pieces = list(sys.modules["example_parts"].text_pieces(path, piece_bytes))
     assert b"".join(pieces) == text
     words = [word for piece in pieces for word in piece.decode().split()]
     assert words == text.decode().split()

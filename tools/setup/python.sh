@@ -168,7 +168,7 @@ else
     say "making .venv from $base ($version)"
     make_venv
   fi
-  say "installing the packages of python/requirements.txt into .venv (torch brings CUDA's libraries: 3 GB, once)"
+  say "installing the packages of python/requirements.txt into .venv (torch brings CUDA's libraries: 5 GB of disk, once)"
   install_pinned || fail "could not install the Python packages of python/requirements.txt. Without a network: a python3 that already has \
 ${modules[*]} is used as it is with EMBERMAP_SYSTEM_PYTHON=1"
 fi
