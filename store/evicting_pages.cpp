@@ -1,6 +1,8 @@
 #include "store/evicting_pages.hpp"
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <bit>
 #include <exception>
 #include <new>
@@ -15,6 +17,16 @@ namespace {
 constexpr std::size_t kSlotsAhead = 24;     // look-ups whose slot is on its way
 constexpr std::size_t kFramesAhead = 12;    // of those, look-ups whose frame is
 constexpr std::uint64_t kFindGrain = 8192;  // look-ups of a thread at a time
+constexpr std::size_t kUsesBlock = 256;     // uses that the policy is told of at a time
+// Batches after which what a prefetch promised and nobody used is no longer kept: sixteen workers of a loader, two batches ahead
+// each, are 32 batches to come, each of which is gathered and then updated. Whoever is further ahead than that has more promises
+// before this one, and each of them may take some calls. The rest of a prefetch whose batch has come waits for calls of the same
+// batch only.
+constexpr std::uint64_t kPatience = 64;
+constexpr std::uint64_t kPatiencePerPromise = 4;
+constexpr std::uint64_t kPatienceForRest = 8;
+constexpr std::size_t kWatched = 16;    // pages of a batch by which it is known
+constexpr std::size_t kLookedAt = 128;  // pages they are chosen from
 // Write-behind hands this many bytes to the file at a time: enough for the disk to be busy, short enough for whoever wants to
 // change one of the pages.
 constexpr std::uint64_t kRoundBytes = 4U << 20;
@@ -73,6 +85,7 @@ EvictingPages::~EvictingPages() {
   Lock lock(mutex_);
   stop_ = true;
   changed_.wait(lock, [&] { return !cleaning_; });
+  if (when_room_) when_room_();
 }
 
 void EvictingPages::mark_dirty(std::uint32_t index) noexcept {
@@ -83,6 +96,7 @@ void EvictingPages::mark_dirty(std::uint32_t index) noexcept {
 
 void EvictingPages::forget(std::uint32_t index, bool evicted) noexcept {
   Frame& frame = frames_[index];
+  if (std::exchange(frame.promised, false)) end_promise(frame.batch);
   lookup_.erase(frame.page);
   policy_->removed(index, evicted);
   frame.state = State::kFree;
@@ -110,46 +124,165 @@ void EvictingPages::release(Hold& hold) noexcept {
   changed_.notify_all();
 }
 
-void EvictingPages::look_up(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
-                            std::span<const std::uint8_t> replaced, std::uint64_t batch, Wanted& wanted) {
-  policy_->begin_batch(batch);
-  wanted.found.clear();
-  wanted.missing.clear();
-  wanted.filling.clear();
-  wanted.writing.clear();
-  // Finding changes nothing, so threads share it; whose use comes first is decided in the order of the batch.
-  compute_.parallel_for(pages.size(), kFindGrain, [&](std::uint64_t begin, std::uint64_t end) {
-    for (std::uint64_t i = begin; i < end; ++i) {
-      // Two steps ahead: first the slot, then the frame it names.
-      if (i + kSlotsAhead < end) lookup_.prefetch(pages[i + kSlotsAhead]);
-      if (i + kFramesAhead < end)
-        if (const std::uint32_t next = lookup_.guess(pages[i + kFramesAhead]); next != kAbsent)
-          __builtin_prefetch(&frames_[next]);
-      frame_of[i] = lookup_.find(pages[i]);
+void EvictingPages::Wanted::clear() {
+  found.clear();
+  missing.clear();
+  filling.clear();
+  writing.clear();
+  promises.clear();
+}
+
+void EvictingPages::Wanted::append(const Wanted& other) {
+  found.insert(found.end(), other.found.begin(), other.found.end());
+  missing.insert(missing.end(), other.missing.begin(), other.missing.end());
+  filling.insert(filling.end(), other.filling.begin(), other.filling.end());
+  writing.insert(writing.end(), other.writing.begin(), other.writing.end());
+  promises.insert(promises.end(), other.promises.begin(), other.promises.end());
+}
+
+template <bool kShared>
+void EvictingPages::look_up_part(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of,
+                                 std::span<const std::uint8_t> replaced, std::uint64_t batch, Wanted& wanted) {
+  // False if the batch has the frame already; `before` is the batch that had it.
+  const auto take = [&](Frame& frame, std::uint64_t& before) {
+    std::atomic_ref mark(frame.batch);
+    before = mark.load(std::memory_order_relaxed);
+    if (before == batch) return false;
+    if constexpr (kShared) {
+      before = mark.exchange(batch, std::memory_order_relaxed);
+      return before != batch;
     }
-  });
+    frame.batch = batch;
+    return true;
+  };
+  std::array<std::uint64_t, kUsesBlock> before;  // of the frames found last, which the policy has not been told of
+  std::size_t untold = 0;
+  const auto tell = [&] {
+    policy_->used(std::span(wanted.found).last(untold), std::span(before).first(untold), batch);
+    untold = 0;
+  };
+  wanted.found.reserve(std::min(pages.size(), frames_.size()));
   for (std::size_t i = 0; i < pages.size(); ++i) {
-    if (i + kFramesAhead < pages.size() && frame_of[i + kFramesAhead] != kAbsent)
-      __builtin_prefetch(&frames_[frame_of[i + kFramesAhead]], /*write=*/1);
-    const std::uint32_t index = frame_of[i];
+    // Two steps ahead: first the slot, then the frame it names.
+    if (i + kSlotsAhead < pages.size()) lookup_.prefetch(pages[i + kSlotsAhead]);
+    if (i + kFramesAhead < pages.size())
+      if (const std::uint32_t next = lookup_.guess(pages[i + kFramesAhead]); next != kAbsent)
+        __builtin_prefetch(&frames_[next], /*write=*/1);
+    const std::uint32_t index = frame_of[i] = lookup_.find(pages[i]);
     if (index == kAbsent) {
       if (wanted.missing.empty() || wanted.missing.back().page != pages[i])
         wanted.missing.push_back({pages[i], !replaced.empty() && replaced[i] != 0});
       continue;
     }
     Frame& frame = frames_[index];
-    if (frame.batch == batch) continue;
-    policy_->used(index, batch);
-    if (access != Access::kPrefetch) frame.promised = false;
-    wanted.found.push_back(index);
+    if (!take(frame, before[untold])) continue;
+    if (std::exchange(frame.promised, false)) wanted.promises.push_back(before[untold]);
     if (frame.state == State::kFilling) wanted.filling.emplace_back(index, pages[i]);
     if (frame.writing) wanted.writing.push_back(index);
+    wanted.found.push_back(index);
+    if (++untold == before.size()) tell();
   }
+  tell();
+}
+
+void EvictingPages::look_up(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of,
+                            std::span<const std::uint8_t> replaced, std::uint64_t batch, Wanted& wanted) {
+  policy_->begin_batch(batch, pages.size());
+  wanted.clear();
+  if (pages.size() <= kFindGrain || compute_.threads() == 1) {
+    look_up_part<false>(pages, frame_of, replaced, batch, wanted);
+  } else {
+    std::mutex joining;
+    compute_.parallel_for(pages.size(), kFindGrain, [&](std::uint64_t begin, std::uint64_t end) {
+      Wanted part;
+      const std::uint64_t count = end - begin;
+      look_up_part<true>(pages.subspan(begin, count), frame_of.subspan(begin, count),
+                         replaced.empty() ? replaced : replaced.subspan(begin, count), batch, part);
+      const std::lock_guard lock(joining);
+      wanted.append(part);
+    });
+  }
+  for (const std::uint64_t prefetch : wanted.promises) end_promise(prefetch);
   const auto by_page = [](const Wanted::Missing& a, const Wanted::Missing& b) { return a.page < b.page; };
   if (!std::is_sorted(wanted.missing.begin(), wanted.missing.end(), by_page))
     std::sort(wanted.missing.begin(), wanted.missing.end(), by_page);
   const auto same = [](const Wanted::Missing& a, const Wanted::Missing& b) { return a.page == b.page; };
   wanted.missing.erase(std::unique(wanted.missing.begin(), wanted.missing.end(), same), wanted.missing.end());
+}
+
+void EvictingPages::begin_promise(std::uint64_t batch, const Wanted& wanted) {
+  std::uint64_t pages = wanted.missing.size();
+  for (const std::uint32_t index : wanted.found) {
+    Frame& frame = frames_[index];
+    // Unless it was used while this one waited for frames, or could not be read.
+    frame.promised = frame.batch == batch && frame.state != State::kFree;
+    pages += frame.promised ? 1 : 0;
+  }
+  if (pages == 0) return;
+  const auto at = std::upper_bound(promises_.begin(), promises_.end(), batch,
+                                   [](std::uint64_t number, const Promise& promise) { return number < promise.batch; });
+  promises_.insert(at, {batch, pages, pages, batches_ + kPatience + kPatiencePerPromise * promises_.size()});
+  promised_ += pages;
+}
+
+void EvictingPages::end_promise(std::uint64_t batch) noexcept {
+  const auto promise = std::lower_bound(promises_.begin(), promises_.end(), batch,
+                                        [](const Promise& entry, std::uint64_t number) { return entry.batch < number; });
+  if (promise == promises_.end() || promise->batch != batch || promise->left == 0) return;
+  --promised_;
+  --promise->left;
+  if (2 * promise->left <= promise->pages) promise->ends = std::min(promise->ends, batches_ + kPatienceForRest);
+}
+
+void EvictingPages::end_old_promises() noexcept {
+  for (Promise& promise : promises_) {
+    if (promise.left == 0 || promise.ends > batches_) continue;
+    promised_ -= std::exchange(promise.left, 0);
+  }
+  while (!promises_.empty() && promises_.front().left == 0) promises_.pop_front();
+}
+
+std::uint64_t EvictingPages::room_for_promises() const noexcept {
+  const std::uint64_t most = std::max<std::uint64_t>(frames_.size() / 2, 1);
+  return most - std::min(promised_, most);
+}
+
+void EvictingPages::offer_room() {
+  if (when_room_ && room_for_promises() >= room_wanted_) std::exchange(when_room_, nullptr)();
+}
+
+std::uint64_t EvictingPages::promisable(std::uint64_t wanted, std::function<void()> when_room) {
+  const Lock lock(mutex_);
+  // Not a few at a time: many reads at once are what keeps a disk busy.
+  room_wanted_ = std::min<std::uint64_t>(wanted, std::max<std::uint64_t>(frames_.size() / 8, 1));
+  if (const std::uint64_t room = room_for_promises(); room >= room_wanted_) return std::min(room, wanted);
+  when_room_ = std::move(when_room);
+  return 0;
+}
+
+std::shared_ptr<const HotPages::Expected> EvictingPages::expect(std::span<const std::uint64_t> pages) {
+  const Lock lock(mutex_);
+  auto expected = std::make_shared<Expected>();
+  std::vector<std::uint64_t>& some = expected->pages;
+  // Pages that are not in memory: other batches hardly use them. Where there are none, any will do.
+  const std::size_t step = std::max<std::size_t>(pages.size() / kLookedAt, 1);
+  for (std::size_t i = 0; i < pages.size() && some.size() < kWatched; i += step)
+    if (lookup_.find(pages[i]) == kAbsent) some.push_back(pages[i]);
+  for (std::size_t i = 0; i < pages.size() && some.size() < kWatched; i += step)
+    if (lookup_.find(pages[i]) != kAbsent) some.push_back(pages[i]);
+  expected_.push_back(expected);
+  return expected;
+}
+
+void EvictingPages::notice(std::uint64_t batch) {
+  std::erase_if(expected_, [](const auto& expected) { return expected.use_count() == 1 || expected->came; });
+  for (const auto& expected : expected_) {
+    const auto used = std::count_if(expected->pages.begin(), expected->pages.end(), [&](std::uint64_t page) {
+      const std::uint32_t index = lookup_.find(page);
+      return index != kAbsent && frames_[index].batch == batch;
+    });
+    expected->came = static_cast<std::size_t>(used) > expected->pages.size() / 2;
+  }
 }
 
 void EvictingPages::wait_for_turn(const Wanted& wanted, Lock& lock) {
@@ -165,6 +298,10 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
   Wanted wanted;
   std::vector<std::uint32_t> reads, replaces;
   Lock lock(mutex_);
+  if (access != Access::kPrefetch) {
+    ++batches_;
+    end_old_promises();
+  }
   for (;;) {
     changed_.wait(lock, [&] { return !closed_; });
     std::uint64_t batch = active_.begin();
@@ -180,7 +317,8 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
         pages->changed_.notify_all();
       }
     } ending{this, batch};
-    look_up(pages, frame_of, access, replaced, batch, wanted);
+    look_up(pages, frame_of, replaced, batch, wanted);
+    offer_room();
     const std::uint64_t distinct = wanted.found.size() + wanted.missing.size();
     if (distinct > frames_.size()) return std::nullopt;
     reads.clear();
@@ -203,8 +341,9 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     }
     if (access == Access::kWrite)
       for (const std::uint32_t index : wanted.found) mark_dirty(index);
+    if (!wanted.missing.empty()) make_room(wanted, access, batch, lock);
+    if (access == Access::kPrefetch) begin_promise(batch, wanted);
     if (!wanted.missing.empty()) {
-      make_room(wanted, batch, lock);
       take_frames(wanted, batch, access, reads, replaces);
       turn_taken_ = ending.turn = false;
       for (std::size_t i = 0; i < pages.size(); ++i) {
@@ -231,6 +370,7 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     }
     if (access == Access::kWrite)
       for (const std::uint32_t index : wanted.writing) changed_.wait(lock, [&] { return !frames_[index].writing; });
+    if (access != Access::kPrefetch && !expected_.empty()) notice(batch);
     counts_.hits += wanted.found.size();
     counts_.misses += wanted.missing.size();
     ending.pages = nullptr;
@@ -238,11 +378,16 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
   }
 }
 
-void EvictingPages::make_room(const Wanted& wanted, std::uint64_t& batch, Lock& lock) {
+void EvictingPages::make_room(const Wanted& wanted, Access access, std::uint64_t& batch, Lock& lock) {
   const std::uint64_t needed = wanted.missing.size();
-  bool strict = true;
+  Spare spare = Spare::kRecent;
   const auto begin = [&] {
-    if (free_.size() < needed) policy_->begin_eviction(needed - free_.size());
+    const std::uint64_t promises_from = promises_.empty() ? ~std::uint64_t{0} : promises_.front().batch;
+    if (free_.size() < needed) policy_->begin_eviction(needed - free_.size(), promises_from);
+  };
+  // A prefetch waits rather than break a promise, if there is something to wait for.
+  const auto may_spare_less = [&] {
+    return spare == Spare::kRecent || (spare == Spare::kPromised && (access != Access::kPrefetch || active_.only(batch)));
   };
   // Once this batch has had to wait for others, newcomers wait until it has its frames, also while it writes.
   struct Closing {
@@ -254,13 +399,13 @@ void EvictingPages::make_room(const Wanted& wanted, std::uint64_t& batch, Lock& 
   } const closing{*this};
   begin();
   while (free_.size() < needed) {
-    const std::uint32_t index = policy_->victim(active_.oldest(), strict);
-    if (index == kNoFrame && strict) {
-      strict = false;
+    const std::uint32_t index = policy_->victim(active_.oldest(), spare);
+    if (index == kNoFrame && may_spare_less()) {
+      spare = spare == Spare::kRecent ? Spare::kPromised : Spare::kNothing;
     } else if (index == kNoFrame) {
       // All that is left is in use, or being written. Those who use it need nothing from here to end.
       closed_ = true;
-      if (active_.only(batch) && !active_.newest(batch))
+      if (active_.only(batch) && batch != active_.newest())
         renew(wanted, batch);
       else
         changed_.wait(lock);
@@ -284,9 +429,12 @@ void EvictingPages::make_room(const Wanted& wanted, std::uint64_t& batch, Lock& 
 void EvictingPages::renew(const Wanted& wanted, std::uint64_t& batch) {
   active_.end(batch);
   batch = active_.begin();
-  policy_->begin_batch(batch);
-  for (const std::uint32_t index : wanted.found)
-    if (frames_[index].state != State::kFree) policy_->used(index, batch);  // free: its reading has failed
+  policy_->begin_batch(batch, wanted.found.size());
+  for (const std::uint32_t index : wanted.found) {
+    if (frames_[index].state == State::kFree) continue;  // its reading has failed
+    const std::uint64_t before = std::exchange(frames_[index].batch, batch);
+    policy_->used({&index, 1}, {&before, 1}, batch);
+  }
 }
 
 void EvictingPages::keep_dirty(std::vector<std::uint32_t>& frames) const {

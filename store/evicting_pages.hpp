@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -22,6 +23,11 @@ namespace embermap {
 // of them goes is the policy's choice (replacement.hpp). A batch uses each of its pages once, as it begins: first the pages that
 // were in memory, in the order in which it asks for them, then those it misses, in the order of the file.
 //
+// A prefetch promises its pages to a batch to come. Promises take at most half of the frames (promisable()), are spared while
+// other frames will do, and end when the pages are used. Those that nobody uses end by themselves, counted in batches: soon after
+// most pages of the same prefetch were used (its batch has come and wanted no more), else when as many have come as would make
+// the slowest of loaders late.
+//
 // One batch at a time (the one with the turn) gives frames away; it may have to wait for a write or for other batches to end,
 // which they do without its help: a batch that waits for the turn, or for a page that another one is reading, and has no frames
 // yet, takes itself off the list of those at work.
@@ -35,6 +41,8 @@ class EvictingPages final : public HotPages {
   std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
                            std::span<const std::uint8_t> replaced = {}) override;
   Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) override;
+  std::uint64_t promisable(std::uint64_t wanted, std::function<void()> when_room) override;
+  std::shared_ptr<const Expected> expect(std::span<const std::uint64_t> pages) override;
   void flush() override;
   Counts counts() const override;
 
@@ -85,11 +93,11 @@ class EvictingPages final : public HotPages {
       }
     }
     std::uint64_t oldest() const noexcept { return first_; }  // the next one's number if there is none
-    // Whether this one, which is at work, is the only one that is; whether none began after it.
+    // Whether this one, which is at work, is the only one that is.
     bool only(std::uint64_t batch) const noexcept {
       return batch == first_ && std::find(done_.begin() + 1, done_.end(), false) == done_.end();
     }
-    bool newest(std::uint64_t batch) const noexcept { return batch == first_ + done_.size() - 1; }
+    std::uint64_t newest() const noexcept { return first_ + done_.size() - 1; }  // begun so far
 
    private:
     std::deque<bool> done_;
@@ -102,22 +110,43 @@ class EvictingPages final : public HotPages {
       std::uint64_t page;
       bool replaced;
     };
-    std::vector<std::uint32_t> found;                              // in the order of the batch
+    std::vector<std::uint32_t> found;                              // distinct
     std::vector<Missing> missing;                                  // distinct, in the order of the file
     std::vector<std::pair<std::uint32_t, std::uint64_t>> filling;  // frame and page: another batch is reading it
     std::vector<std::uint32_t> writing;                            // found, but write-behind is at it
+    std::vector<std::uint64_t> promises;                           // prefetches that found pages were promised by
+
+    void clear();
+    void append(const Wanted& other);
+  };
+
+  // What one prefetch brought, and nobody has used yet.
+  struct Promise {
+    std::uint64_t batch;  // of the prefetch: its frames have it
+    std::uint64_t pages, left;
+    std::uint64_t ends;  // when batches_ is that
   };
 
   using Lock = std::unique_lock<std::mutex>;
   void release(Hold& hold) noexcept override;
   // All below: with mutex_ held.
-  void look_up(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
-               std::span<const std::uint8_t> replaced, std::uint64_t batch, Wanted& wanted);
+  void look_up(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, std::span<const std::uint8_t> replaced,
+               std::uint64_t batch, Wanted& wanted);
+  // One thread's part: pages [begin, end). Where threads share a look-up, each page is found by one of them.
+  template <bool kShared>
+  void look_up_part(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of,
+                    std::span<const std::uint8_t> replaced, std::uint64_t batch, Wanted& wanted);
+  void begin_promise(std::uint64_t batch, const Wanted& wanted);
+  void end_promise(std::uint64_t batch) noexcept;  // of one page of that prefetch
+  void end_old_promises() noexcept;
+  std::uint64_t room_for_promises() const noexcept;
+  void offer_room();                 // to whoever waits for it
+  void notice(std::uint64_t batch);  // it may be one that is expected
   // Waits until the turn is free and nobody fills what `wanted` found filling.
   void wait_for_turn(const Wanted& wanted, Lock& lock);
   // Frees frames, oldest first, until there is one for each page that is missing. Needs the turn. May let go of the lock, and
   // give the batch another number.
-  void make_room(const Wanted& wanted, std::uint64_t& batch, Lock& lock);
+  void make_room(const Wanted& wanted, Access access, std::uint64_t& batch, Lock& lock);
   // Batches that came later, and have ended, used pages that were being written: as long as this one has an older number, those
   // count as in use. It begins once more, as the newest.
   void renew(const Wanted& wanted, std::uint64_t& batch);
@@ -139,6 +168,12 @@ class EvictingPages final : public HotPages {
   Lookup lookup_;
   std::unique_ptr<ReplacementPolicy> policy_;
   Active active_;
+  std::deque<Promise> promises_;  // by batch
+  std::uint64_t promised_ = 0;    // pages, of all of them
+  std::uint64_t batches_ = 0;     // that were no prefetches
+  std::uint64_t room_wanted_ = 0;
+  std::function<void()> when_room_;
+  std::vector<std::shared_ptr<Expected>> expected_;
   bool turn_taken_ = false;
   bool closed_ = false;  // the batch with the turn waits for all others: newcomers wait
   Worker* cleaner_;

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -22,7 +23,7 @@ class Worker;
 enum class Access : std::uint8_t {
   kRead,
   kWrite,
-  kPrefetch  // as kRead, for a batch that is still to come
+  kPrefetch  // as kRead, for a batch that is still to come: a promise, see promisable()
 };
 
 // Thread safety: all members may be called from several threads. Residency is decided under one lock; reading misses and copying
@@ -78,10 +79,24 @@ class HotPages {
   // the pages are marked dirty here, before anyone can change them: a dirty mark cannot be lost. nullopt, and nothing done, if
   // there are more distinct pages than frames. Waits while other holds leave too few frames. Throws what PageFile::read and write
   // throw; nothing is held then.
-  // `replaced` (empty, or one flag for each of `pages`): the caller will write every row of the page, so that a page that is not
-  // in memory is neither read nor generated; the hold's replaced() says that it was done.
+  // `replaced` (empty, or one flag for each of `pages`): the caller will write every
+  // row of the page, so that a page that is not in memory is neither read nor generated; the hold's replaced() says that it was
+  // done.
   virtual std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
                                    std::span<const std::uint8_t> replaced = {}) = 0;
+
+  // A page that Access::kPrefetch wants is promised to a batch: until one uses it, it is given away only to a batch that finds no
+  // other frame, never to a prefetch. How many of `wanted` pages may be promised now: promises take half of the frames. If it is
+  // 0, `when_room` (the last that was given) is called once when there may be room, and when these hot pages end, with locks
+  // held.
+  virtual std::uint64_t promisable(std::uint64_t wanted, std::function<void()> when_room) = 0;
+  // A batch of these pages will come. Watches for it as long as somebody keeps the result: a prefetch that comes after its batch
+  // has nothing to read.
+  struct Expected {
+    std::vector<std::uint64_t> pages;  // some of them
+    std::atomic<bool> came{false};
+  };
+  virtual std::shared_ptr<const Expected> expect(std::span<const std::uint64_t> pages) = 0;
 
   // For each page, which must be distinct: holds it if it is in memory (frame_of[i] its frame) or sets kAbsent. For scans, which
   // load nothing and do not count as use.

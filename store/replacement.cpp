@@ -1,7 +1,9 @@
 #include "store/replacement.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
+#include <mutex>
 #include <utility>
 
 namespace embermap {
@@ -12,19 +14,19 @@ class Lru final : public ReplacementPolicy {
  public:
   explicit Lru(std::vector<Frame>& frames) : frames_{frames}, queue_{frames, 1} {}
 
-  void begin_batch(std::uint64_t) noexcept override {}
-  void used(std::uint32_t index, std::uint64_t batch) noexcept override {
-    frames_[index].batch = batch;
-    queue_.append(index);
+  void begin_batch(std::uint64_t, std::uint64_t most) noexcept override { queue_.reserve(std::min(most, queue_.size())); }
+  void used(std::span<const std::uint32_t> frames, std::span<const std::uint64_t>, std::uint64_t) noexcept override {
+    queue_.append_more(frames);
   }
   void inserted(std::uint32_t index) noexcept override { queue_.append(index); }
   void removed(std::uint32_t index, bool) noexcept override { queue_.remove(index); }
 
-  void begin_eviction(std::uint64_t) noexcept override { at_ = queue_.begin(); }
-  std::uint32_t victim(std::uint64_t oldest, bool) noexcept override {
+  void begin_eviction_of(std::uint64_t) noexcept override { at_ = queue_.begin(); }
+  std::uint32_t victim(std::uint64_t oldest, Spare spare) noexcept override {
     for (; at_ < queue_.end(); ++at_) {
       const std::uint32_t index = queue_.at(at_);
-      if (index != kNoFrame && frames_[index].evictable(oldest)) return index;
+      if (index == kNoFrame || !frames_[index].evictable(oldest)) continue;
+      if (spare == Spare::kNothing || !promised(frames_[index])) return index;
     }
     return kNoFrame;
   }
@@ -34,7 +36,7 @@ class Lru final : public ReplacementPolicy {
       const std::uint32_t index = queue_.at(at);
       if (index == kNoFrame) continue;
       if (frames_[index].batch >= oldest) break;  // and so are nearly all behind it
-      if (frames_[index].evictable(oldest)) frames.push_back(index);
+      if (frames_[index].evictable(oldest) && !promised(frames_[index])) frames.push_back(index);
     }
     return frames;
   }
@@ -102,18 +104,20 @@ class S3Fifo final : public ReplacementPolicy {
         ghosts_{frames.size() * 9 / 10},
         small_target_{std::max<std::uint64_t>(frames.size() / 10, 1)} {}
 
-  void begin_batch(std::uint64_t batch) noexcept override {
+  void begin_batch(std::uint64_t batch, std::uint64_t) noexcept override {
     batch_ = batch;
     recent_[batch % kRecent] = 0;  // of the batch kRecent before, which is no longer recent
   }
-  void used(std::uint32_t index, std::uint64_t batch) noexcept override {
-    Frame& frame = frames_[index];
-    leave_recent(frame);
-    frame.batch = batch;
-    ++recent_[batch % kRecent];
-    if (static_cast<std::uint32_t>(batch) - frame.counted < kCorrelated) return;
-    frame.counted = static_cast<std::uint32_t>(batch);
-    if (frame.uses < kMostUses) ++frame.uses;
+  void used(std::span<const std::uint32_t> frames, std::span<const std::uint64_t> before, std::uint64_t batch) noexcept override {
+    for (const std::uint32_t index : frames) {
+      Frame& frame = frames_[index];
+      if (static_cast<std::uint32_t>(batch) - frame.counted < kCorrelated) continue;
+      frame.counted = static_cast<std::uint32_t>(batch);
+      if (frame.uses < kMostUses) ++frame.uses;
+    }
+    const std::lock_guard lock(recent_mutex_);
+    for (const std::uint64_t last : before) leave_recent(last);
+    recent_[batch % kRecent] += frames.size();
   }
   void inserted(std::uint32_t index) noexcept override {
     Frame& frame = frames_[index];
@@ -124,12 +128,12 @@ class S3Fifo final : public ReplacementPolicy {
   }
   void removed(std::uint32_t index, bool evicted) noexcept override {
     Frame& frame = frames_[index];
-    leave_recent(frame);
+    leave_recent(frame.batch);
     if (evicted && frame.queue == kSmall) ghosts_.add(frame.page);
     (frame.queue == kSmall ? small_ : main_).remove(index);
   }
 
-  void begin_eviction(std::uint64_t wanted) noexcept override {
+  void begin_eviction_of(std::uint64_t wanted) noexcept override {
     // How many batches back are spared: as many as leave enough older pages, and beyond the last one at most half of all.
     const std::uint64_t resident = small_.size() + main_.size();
     std::uint64_t spared = recent_[batch_ % kRecent];
@@ -144,7 +148,7 @@ class S3Fifo final : public ReplacementPolicy {
     main_left_ = main_.size() * (kMostUses + 1);
     moved_ = false;
   }
-  std::uint32_t victim(std::uint64_t oldest, bool strict) noexcept override {
+  std::uint32_t victim(std::uint64_t oldest, Spare spare) noexcept override {
     // Nobody is met twice between two begin_eviction() but those whose uses are counted down.
     for (;;) {
       if (small_left_ + main_left_ == 0) {
@@ -161,7 +165,7 @@ class S3Fifo final : public ReplacementPolicy {
       }
       const std::uint32_t index = queue.at(queue.begin());
       Frame& frame = frames_[index];
-      const bool stays = !frame.evictable(oldest) || (strict && kept(frame));
+      const bool stays = !frame.evictable(oldest) || kept(frame, spare);
       if (!stays && frame.uses == 0) return index;
       --left;
       if (stays) {
@@ -186,7 +190,7 @@ class S3Fifo final : public ReplacementPolicy {
         const std::uint32_t index = queue->at(at);
         if (index == kNoFrame) continue;
         const Frame& frame = frames_[index];
-        if (frame.evictable(oldest) && frame.uses == 0 && !kept(frame)) frames.push_back(index);
+        if (frame.evictable(oldest) && frame.uses == 0 && !kept(frame, Spare::kRecent)) frames.push_back(index);
       }
     }
     return frames;
@@ -197,14 +201,14 @@ class S3Fifo final : public ReplacementPolicy {
   static constexpr std::uint8_t kMostUses = 3;
   static constexpr std::uint32_t kCorrelated = 6;  // batches within which a second use does not count
   static constexpr std::uint64_t kGuard = 4;       // batches back that are spared at most
-  static constexpr std::uint64_t kPromise = 16;    // batches for which a prefetched page waits for its use
   static constexpr std::uint64_t kRecent = 8;
 
-  bool kept(const Frame& frame) const noexcept {
-    return frame.batch + guard_ >= batch_ || (frame.promised && frame.batch + kPromise >= batch_);
+  bool kept(const Frame& frame, Spare spare) const noexcept {
+    if (spare == Spare::kRecent && frame.batch + guard_ >= batch_) return true;
+    return spare != Spare::kNothing && promised(frame);
   }
-  void leave_recent(const Frame& frame) noexcept {
-    if (frame.batch + kRecent > batch_) --recent_[frame.batch % kRecent];
+  void leave_recent(std::uint64_t last_batch) noexcept {
+    if (last_batch + kRecent > batch_) --recent_[last_batch % kRecent];
   }
   std::vector<Frame>& frames_;
   FrameQueue small_, main_;
@@ -215,6 +219,7 @@ class S3Fifo final : public ReplacementPolicy {
   std::uint64_t small_left_ = 0, main_left_ = 0;  // entries still to be met
   bool moved_ = false;                            // some went from small_ to main_
   std::uint64_t recent_[kRecent] = {};            // frames whose last batch is that one
+  std::mutex recent_mutex_;                       // for used()
 };
 
 }  // namespace
@@ -244,6 +249,19 @@ void FrameQueue::append(std::uint32_t index) noexcept {
   ++size_;
 }
 
+void FrameQueue::reserve(std::uint64_t frames) noexcept {
+  if (log_.size() - end_ < frames) compact();
+}
+
+void FrameQueue::append_more(std::span<const std::uint32_t> frames) noexcept {
+  const auto count = static_cast<std::uint32_t>(frames.size());
+  std::uint32_t to = std::atomic_ref(end_).fetch_add(count, std::memory_order_relaxed);
+  for (const std::uint32_t index : frames) {
+    log_[to] = index;
+    frames_[index].position = to++;
+  }
+}
+
 void FrameQueue::remove(std::uint32_t index) noexcept {
   Frame& frame = frames_[index];
   if (frame.queue != number_) return;
@@ -252,7 +270,7 @@ void FrameQueue::remove(std::uint32_t index) noexcept {
 }
 
 void FrameQueue::compact() noexcept {
-  // A third of the log is stale at least: this costs as much as the appends that filled it.
+  // Half of the log is stale at least: this costs as much as the appends that filled it.
   std::uint32_t to = 0;
   for (std::uint32_t from = begin_; from != end_; ++from) {
     const std::uint32_t index = at(from);
@@ -269,6 +287,6 @@ std::unique_ptr<ReplacementPolicy> ReplacementPolicy::make(Replacement kind, std
   return std::make_unique<Lru>(frames);
 }
 
-std::uint64_t ReplacementPolicy::bytes_per_frame(Replacement kind) noexcept { return kind == Replacement::kLru ? 6 : 2 * 6 + 20; }
+std::uint64_t ReplacementPolicy::bytes_per_frame(Replacement kind) noexcept { return kind == Replacement::kLru ? 8 : 2 * 8 + 20; }
 
 }  // namespace embermap

@@ -19,7 +19,7 @@ std::optional<Replacement> parse_replacement(std::string_view name);
 inline constexpr std::uint32_t kNoFrame = 0xFFFFFFFFU;
 
 // What is known of one frame. The first group belongs to EvictingPages, the second to the policy.
-struct Frame {
+struct alignas(32) Frame {
   enum class State : std::uint8_t { kFree, kFilling, kReady };
 
   std::uint64_t page = 0;
@@ -28,7 +28,7 @@ struct Frame {
   State state = State::kFree;
   bool dirty = false;
   bool writing = false;   // write-behind reads it: nobody may change it
-  bool promised = false;  // a prefetch brought it, and no batch has used it since
+  bool promised = false;  // a prefetch (`batch`) brought it, and no batch has used it since
 
   std::uint8_t uses = 0;
   std::uint8_t queue = 0;
@@ -40,16 +40,20 @@ struct Frame {
     return batch < oldest && scans == 0 && state == State::kReady && !writing;
   }
 };
-static_assert(sizeof(Frame) <= 40);
+static_assert(sizeof(Frame) == 32);  // half a cache line
 
 // Frames in the order in which they were appended. Appending a frame again makes its entry before stale: moving one to the end is
 // one write in sequence, where a linked list would touch two neighbours scattered over memory.
 class FrameQueue {
  public:
-  static constexpr std::uint64_t entries_for(std::uint64_t frames) noexcept { return frames + frames / 2 + 16; }
+  static constexpr std::uint64_t entries_for(std::uint64_t frames) noexcept { return 2 * frames + 16; }
 
   FrameQueue(std::vector<Frame>& frames, std::uint8_t number);
   void append(std::uint32_t frame) noexcept;
+  // Makes room for the frames of several calls of append_more(), all of which are in the queue, each once.
+  void reserve(std::uint64_t frames) noexcept;
+  // May be called from several threads at once.
+  void append_more(std::span<const std::uint32_t> frames) noexcept;
   void remove(std::uint32_t frame) noexcept;
   std::uint64_t size() const noexcept { return size_; }  // frames in it
   // Positions of entries, stale ones too; append() may renumber them.
@@ -69,28 +73,49 @@ class FrameQueue {
   std::uint64_t size_ = 0;
 };
 
-// Decides which frame is given away next. Not thread-safe: called with the lock of the pages held. A batch touches a page once.
+// What a policy keeps when it is asked for a victim, besides frames that are in use.
+enum class Spare : std::uint8_t {
+  kNothing,
+  kPromised,  // pages that a prefetch brought for a batch still to come
+  kRecent     // and those that the policy would rather keep for a moment
+};
+
+// Decides which frame is given away next. Not thread-safe but for used(): called with the lock of the pages held. A batch touches
+// a page once.
 class ReplacementPolicy {
  public:
   static std::unique_ptr<ReplacementPolicy> make(Replacement kind, std::vector<Frame>& frames);
   static std::uint64_t bytes_per_frame(Replacement kind) noexcept;  // at most, besides Frame
   virtual ~ReplacementPolicy() = default;
 
-  virtual void begin_batch(std::uint64_t batch) noexcept = 0;  // numbers ascend
-  // A batch found the page of this frame in memory; sets Frame::batch.
-  virtual void used(std::uint32_t frame, std::uint64_t batch) noexcept = 0;
+  // Numbers ascend. The batch will find at most `most` pages in memory.
+  virtual void begin_batch(std::uint64_t batch, std::uint64_t most) noexcept = 0;
+  // The batch found the pages of these frames in memory. Frame::batch is its number already; before[i] is what it was. Threads
+  // that share the look-up of one batch may call it at the same time, for different frames.
+  virtual void used(std::span<const std::uint32_t> frames, std::span<const std::uint64_t> before,
+                    std::uint64_t batch) noexcept = 0;
   // The frame has got a page; Frame::batch and promised are set.
   virtual void inserted(std::uint32_t frame) noexcept = 0;
   // The page has left the frame: given away, or (`evicted` false) never there for good.
   virtual void removed(std::uint32_t frame, bool evicted) noexcept = 0;
 
-  // Before victims for one batch are asked for, and again whenever the lock was let go in between.
-  virtual void begin_eviction(std::uint64_t wanted) noexcept = 0;
-  // The next frame to be given away; it stays where it is until removed(). kNoFrame: there is none. `strict`: nor one of those
-  // that the policy would rather keep for a moment.
-  virtual std::uint32_t victim(std::uint64_t oldest, bool strict) noexcept = 0;
+  // Before victims for one batch are asked for, and again for fewer spared ones and whenever the lock was let go in between.
+  // Promises of batches before `promises_from` do not count any more.
+  void begin_eviction(std::uint64_t wanted, std::uint64_t promises_from = 0) noexcept {
+    promises_from_ = promises_from;
+    begin_eviction_of(wanted);
+  }
+  // The next frame to be given away; it stays where it is until removed(). kNoFrame: there is none.
+  virtual std::uint32_t victim(std::uint64_t oldest, Spare spare) noexcept = 0;
   // Up to `most` frames that are likely to be given away next, for write-behind.
   virtual std::vector<std::uint32_t> upcoming(std::uint64_t most, std::uint64_t oldest) = 0;
+
+ protected:
+  virtual void begin_eviction_of(std::uint64_t wanted) noexcept = 0;
+  bool promised(const Frame& frame) const noexcept { return frame.promised && frame.batch >= promises_from_; }
+
+ private:
+  std::uint64_t promises_from_ = 0;
 };
 
 }  // namespace embermap

@@ -2,7 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <charconv>
+#include <exception>
 #include <string>
 
 #include "base/error.hpp"
@@ -63,23 +65,50 @@ void ManifestFile::is_saved(std::uint64_t revision) {
   revision_ = std::max(revision_, revision);
 }
 
+Prefetcher::Step Prefetch::State::run() {
+  {
+    const std::lock_guard lock(mutex);
+    if (ended || cancelled) return Prefetcher::Step::kEnded;
+    running = true;
+  }
+  Prefetcher::Step result = Prefetcher::Step::kEnded;
+  try {
+    result = step(*this);
+  } catch (const std::exception&) {
+    // A hint that failed: the call that needs the rows meets the same error and reports it.
+  }
+  const std::lock_guard lock(mutex);
+  running = false;
+  return cancelled ? Prefetcher::Step::kEnded : result;
+}
+
 void Prefetch::State::end() {
+  std::function<Prefetcher::Step(const State&)> done;  // destroyed without the lock: it may be the last to know the table
   {
     const std::lock_guard lock(mutex);
     ended = true;
-    job = nullptr;
+    done.swap(step);
   }
   changed.notify_all();
 }
 
 void Prefetch::cancel() noexcept {
-  if (state_) state_->cancelled = true;
+  if (!state_) return;
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->cancelled = true;
+    if (state_->running) return;  // it ends with what it reads now
+  }
+  state_->end();
 }
 
 bool Prefetch::wait(std::optional<std::chrono::nanoseconds> timeout) const {
   if (!state_) return true;
   std::unique_lock lock(state_->mutex);
   const auto ended = [&] { return state_->ended; };
+  if (ended()) return true;
+  if (timeout && *timeout <= std::chrono::nanoseconds::zero()) return false;
+  if (!state_->awaited.exchange(true)) state_->prefetcher->look_again();
   if (timeout) return state_->changed.wait_for(lock, *timeout, ended);
   state_->changed.wait(lock, ended);
   return true;
@@ -88,49 +117,58 @@ bool Prefetch::wait(std::optional<std::chrono::nanoseconds> timeout) const {
 bool Prefetch::done() const { return wait(std::chrono::nanoseconds(0)); }
 
 void Prefetcher::add(std::shared_ptr<Prefetch::State> job) {
-  std::shared_ptr<Prefetch::State> given_up;
+  job->prefetcher = this;
   {
     const std::lock_guard lock(mutex_);
-    if (stop_) {
-      given_up = std::move(job);
-    } else {
-      if (jobs_.size() == kMostJobs) {
-        given_up = std::move(jobs_.front());
-        jobs_.pop_front();
-      }
+    std::erase_if(jobs_, [](const auto& other) { return other->cancelled.load(); });
+    const auto same = [&](const auto& other) { return other->table == job->table; };
+    if (!stop_ && std::count_if(jobs_.begin(), jobs_.end(), same) < kMostJobs && start()) {
       jobs_.push_back(std::move(job));
-      if (!thread_.joinable()) thread_ = std::thread([this] { work(); });
+      return;
     }
   }
-  if (given_up) given_up->end();
-  changed_.notify_all();
+  job->end();
+}
+
+bool Prefetcher::start() {
+  if (!working_) working_ = worker_.add([this] { work(); });
+  return working_;
+}
+
+void Prefetcher::look_again() {
+  if (worker_.forked()) return;
+  const std::lock_guard lock(mutex_);
+  ++looks_;
+  for (const auto& job : jobs_) job->blocked = false;
+  if (!stop_ && !jobs_.empty()) start();
+}
+
+std::shared_ptr<Prefetch::State> Prefetcher::next() const {
+  if (stop_) return nullptr;
+  for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
+    const auto waits = [&](const auto& other) { return other->table == (*job)->table && other->blocked; };
+    if ((*job)->awaited ? !(*job)->blocked : std::none_of(jobs_.begin(), job + 1, waits)) return *job;
+  }
+  return nullptr;
 }
 
 void Prefetcher::work() {
   std::unique_lock lock(mutex_);
-  for (;;) {
-    changed_.wait(lock, [&] { return stop_ || !jobs_.empty(); });
-    if (stop_) return;
-    running_ = std::move(jobs_.front());
-    jobs_.pop_front();
+  while ((running_ = next())) {
     const auto job = running_;
+    const std::uint64_t looks = looks_;
     lock.unlock();
-    try {
-      if (!job->cancelled) job->job(job->cancelled);
-    } catch (const std::exception&) {
-      // A hint that failed: the call that needs the rows meets the same error and reports it.
-    }
-    job->end();
+    const Step step = job->run();
+    if (step == Step::kEnded) job->end();
     lock.lock();
-    running_ = nullptr;
+    if (step == Step::kEnded) std::erase(jobs_, job);
+    job->blocked = step == Step::kWaits && looks == looks_;
   }
+  working_ = false;
 }
 
 void Prefetcher::stop() {
-  if (getpid() != process_) {  // the thread stayed in the parent
-    if (thread_.joinable()) thread_.detach();
-    return;
-  }
+  if (worker_.forked()) return;  // the lock may be held by a thread that does not exist here
   std::deque<std::shared_ptr<Prefetch::State>> given_up;
   {
     const std::lock_guard lock(mutex_);
@@ -138,9 +176,8 @@ void Prefetcher::stop() {
     given_up.swap(jobs_);
     if (running_) running_->cancelled = true;
   }
+  worker_.stop();
   for (const auto& job : given_up) job->end();
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
 }
 
 void StoreCore::check_usable() const {

@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <filesystem>
 #include <functional>
@@ -15,6 +17,7 @@
 #include <mutex>
 #include <optional>
 #include <thread>
+#include <utility>
 
 #include "base/thread_pool.hpp"
 #include "io/file.hpp"
@@ -64,35 +67,57 @@ class ManifestFile {
   std::uint64_t revision_ = 0;
 };
 
-// Runs prefetches one after another on a thread of its own, started with the first. At most kMostJobs wait; the oldest is given
-// up for a new one: a prefetch is a hint, and the newest is the one that is still of use.
+// Reads ahead, on a thread of its own, in the order in which it is asked to: the first to be asked for is the first to be needed.
+// A table whose memory has no room for more pages ahead makes its jobs wait, not those of other tables, and no thread or lock
+// waits with them. At most kMostJobs of a table wait; what comes then ends at once: it is a hint.
 class Prefetcher {
  public:
+  enum class Step : std::uint8_t {
+    kAgain,  // there is more to read
+    kWaits,  // for look_again()
+    kEnded
+  };
   Prefetcher() = default;
   ~Prefetcher() { stop(); }
+  Prefetcher(const Prefetcher&) = delete;
+  Prefetcher& operator=(const Prefetcher&) = delete;
+  // The job ends at once after stop(), where it is one too many, and where the system refuses a thread.
   void add(std::shared_ptr<Prefetch::State> job);
+  // What waits may go on. Calls nobody back: the caller may hold any lock.
+  void look_again();
   void stop();  // gives up what waits and what runs, and waits until it has ended
 
  private:
-  static constexpr std::size_t kMostJobs = 4;
+  static constexpr std::ptrdiff_t kMostJobs = 32;
   void work();
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  // Below: with mutex_ held.
+  bool start();
+  std::shared_ptr<Prefetch::State> next() const;  // nullptr: none can go on
+
+  std::mutex mutex_;  // nothing is locked, and no job called, with it but the worker's own
   std::deque<std::shared_ptr<Prefetch::State>> jobs_;
   std::shared_ptr<Prefetch::State> running_;
+  std::uint64_t looks_ = 0;  // calls of look_again()
+  bool working_ = false;     // work() runs, or will
   bool stop_ = false;
-  std::thread thread_;
-  pid_t process_ = getpid();
+  Worker worker_;  // the last member: it uses the others until it is gone
 };
 
 // Shared by the handle and the thread that reads.
 struct Prefetch::State {
-  std::function<void(const std::atomic<bool>& cancelled)> job;  // emptied when it has ended
+  State(const void* of_table, std::function<Prefetcher::Step(const State&)> read) : table{of_table}, step{std::move(read)} {}
+  Prefetcher::Step run();
+  void end();  // unless it has; not while it runs
+
+  const void* const table;                             // whose jobs keep their order
+  std::function<Prefetcher::Step(const State&)> step;  // reads some of it; emptied when it has ended
   std::atomic<bool> cancelled{false};
-  std::mutex mutex;
+  std::atomic<bool> awaited{false};  // somebody waits for it: it waits for no room
+  bool blocked = false;              // it said that it waits; with the prefetcher's lock
+  std::mutex mutex;                  // for what follows; the prefetcher's may be locked inside it
   std::condition_variable changed;
-  bool ended = false;
-  void end();
+  Prefetcher* prefetcher = nullptr;  // lives until the job has ended
+  bool running = false, ended = false;
 };
 
 struct StoreCore {

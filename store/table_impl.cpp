@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <limits>
 #include <optional>
+#include <utility>
 
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
@@ -387,37 +388,48 @@ void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::b
 }
 
 Prefetch TableImpl::prefetch(std::span<const std::int64_t> ids) {
-  std::vector<std::uint64_t> pages(ids.size());
+  Ahead ahead;
+  ahead.pages.resize(ids.size());
   {
     const auto lock = side_by_side();
-    pages_of(checked_ids(ids), pages);
+    pages_of(checked_ids(ids), ahead.pages);
+    if (HotPages* const ready = hot_ready_) ahead.batch = ready->expect(ahead.pages);
   }
-  const auto job = std::make_shared<Prefetch::State>();
-  job->job = [self = shared_from_this(), pages = std::move(pages)](const std::atomic<bool>& cancelled) mutable {
-    self->prefetch_pages(std::move(pages), cancelled);
-  };
+  const auto job = std::make_shared<Prefetch::State>(
+      this, [self = shared_from_this(), ahead = std::move(ahead)](const Prefetch::State& state) mutable {
+        return self->prefetch_some(ahead, state);
+      });
   core_->prefetcher.add(job);
   return Prefetch(job);
 }
 
-void TableImpl::prefetch_pages(std::vector<std::uint64_t> pages, const std::atomic<bool>& cancelled) {
-  std::sort(pages.begin(), pages.end());
-  pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
-  std::vector<std::uint32_t> frames;
-  for (std::uint64_t at = 0; !cancelled && !core_->closed; at += frames.size()) {
-    // Anew for each stretch: in between the table may have become smaller, and its memory too.
-    const Shared lock(files_);
-    if (core_->closed || !file_) return;
-    HotPages& pages_in_memory = hot();
-    // More than half of the frames would push out what the batch now at work needs.
-    const std::uint64_t most = pages_in_memory.whole() ? pages.size() : std::max<std::uint64_t>(pages_in_memory.frames() / 2, 1);
-    const auto end = std::lower_bound(pages.begin(), pages.end(), entry_.geometry.pages());
-    const std::uint64_t left = std::min<std::uint64_t>(static_cast<std::uint64_t>(end - pages.begin()), most);
-    if (at >= left) return;
-    const std::uint64_t stretch = std::max<std::uint64_t>({kPrefetchBytes / entry_.geometry.page_bytes(), left / 4, 1});
-    frames.resize(std::min(stretch, left - at));
-    (void)pages_in_memory.hold(std::span(pages).subspan(at, frames.size()), frames, Access::kPrefetch);
+Prefetcher::Step TableImpl::prefetch_some(Ahead& ahead, const Prefetch::State& job) {
+  using Step = Prefetcher::Step;
+  std::vector<std::uint64_t>& pages = ahead.pages;
+  if (!std::exchange(ahead.sorted, true)) {
+    std::sort(pages.begin(), pages.end());
+    pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
   }
+  // Anew for each stretch: in between the table may have become smaller, and its memory too.
+  const Shared lock(files_);
+  if (core_->closed || !file_ || (ahead.batch && ahead.batch->came)) return Step::kEnded;
+  HotPages& pages_in_memory = hot();
+  // More than half of the frames would push out what the batch now at work needs.
+  const std::uint64_t most = pages_in_memory.whole() ? pages.size() : std::max<std::uint64_t>(pages_in_memory.frames() / 2, 1);
+  const auto end = std::lower_bound(pages.begin(), pages.end(), entry_.geometry.pages());
+  const std::uint64_t all = std::min<std::uint64_t>(static_cast<std::uint64_t>(end - pages.begin()), most);
+  if (ahead.done >= all) return Step::kEnded;
+  const std::uint64_t stretch = std::max<std::uint64_t>({kPrefetchBytes / entry_.geometry.page_bytes(), all / 4, 1});
+  std::uint64_t count = std::min(stretch, all - ahead.done);
+  if (!job.awaited) {
+    const auto room = pages_in_memory.promisable(count, [core = core_.get()] { core->prefetcher.look_again(); });
+    if (room == 0) return Step::kWaits;
+    count = room;
+  }
+  std::vector<std::uint32_t> frames(count);
+  (void)pages_in_memory.hold(std::span(pages).subspan(ahead.done, count), frames, Access::kPrefetch);
+  ahead.done += count;
+  return ahead.done < all ? Step::kAgain : Step::kEnded;
 }
 
 TableEntry TableImpl::entry() const {

@@ -137,7 +137,14 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void keep_checksums();  // if the share has room for them: from then on every page read is verified
   StepScalars next_step(std::optional<double> lr) const;  // throws InvalidArgument for an lr that cannot be
   void pages_of(std::span<const std::uint64_t> ids, std::span<std::uint64_t> pages) const;
-  void prefetch_pages(std::vector<std::uint64_t> pages, const std::atomic<bool>& cancelled);
+  // Pages to read ahead.
+  struct Ahead {
+    std::vector<std::uint64_t> pages;
+    std::shared_ptr<const HotPages::Expected> batch;  // nullptr: there was no memory yet to watch
+    std::uint64_t done = 0;                           // of pages, in ascending order
+    bool sorted = false;
+  };
+  Prefetcher::Step prefetch_some(Ahead& ahead, const Prefetch::State& job);
 
   // The records of a batch's distinct rows in memory, for one pass or several. What a pass needs besides its frames takes 20
   // bytes a row.

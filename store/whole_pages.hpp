@@ -24,6 +24,8 @@ class WholePages final : public HotPages {
   // Makes the pages of these rows resident, for good: row `id` < the table's rows then lies at frame(0) + id * stride.
   void load_rows(std::span<const std::uint64_t> ids);
   Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) override;
+  std::uint64_t promisable(std::uint64_t wanted, std::function<void()>) override { return wanted; }
+  std::shared_ptr<const Expected> expect(std::span<const std::uint64_t>) override { return std::make_shared<Expected>(); }
   void flush() override;
   Counts counts() const override;
 

@@ -8,7 +8,7 @@ namespace embermap {
 bool Worker::add(std::function<void()> job) {
   {
     const std::lock_guard lock(mutex_);
-    if (stop_ || getpid() != process_) return false;
+    if (stop_ || forked()) return false;
     if (!thread_.joinable()) {
       try {
         thread_ = std::thread([this] { work(); });
@@ -36,7 +36,7 @@ void Worker::work() {
 }
 
 void Worker::stop() {
-  if (getpid() != process_) {
+  if (forked()) {
     if (thread_.joinable()) thread_.detach();
     return;
   }

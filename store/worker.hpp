@@ -24,6 +24,7 @@ class Worker {
   bool add(std::function<void()> job);
   // Waits until all jobs have run; later ones are refused.
   void stop();
+  bool forked() const noexcept { return getpid() != process_; }
 
  private:
   void work();

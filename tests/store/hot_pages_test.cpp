@@ -453,7 +453,9 @@ TEST_F(HotPagesTest, ReplacedPagesThatWereNotWrittenAreForgotten) {
     std::uint64_t page = 4;
     std::uint32_t frame = 0;
     const std::uint8_t replaced = 1;
-    { const auto hold = hot->hold({&page, 1}, {&frame, 1}, Access::kWrite, {&replaced, 1}); }
+    {
+      const auto hold = hot->hold({&page, 1}, {&frame, 1}, Access::kWrite, {&replaced, 1});
+    }
     EXPECT_EQ(hot->counts().dirty, 0U);
     EXPECT_EQ(hot->counts().resident, 0U);
     const auto hold = hot->hold({&page, 1}, {&frame, 1}, Access::kRead);
@@ -755,11 +757,14 @@ TEST(Replacement, FindsAVictimWheneverThereIsOne) {
       const auto policy = ReplacementPolicy::make(replacement, frames);
       std::uint64_t next_page = 0;
       for (std::uint64_t batch = 1; batch < 60; ++batch) {
-        policy->begin_batch(batch);
+        policy->begin_batch(batch, frames.size());
         const std::uint64_t uses = random() % (3 * frames.size());
         for (std::uint64_t i = 0; i < uses; ++i)
-          if (Frame& frame = frames[random() % frames.size()]; frame.state == Frame::State::kReady && frame.batch != batch)
-            policy->used(static_cast<std::uint32_t>(&frame - frames.data()), batch);
+          if (Frame& frame = frames[random() % frames.size()]; frame.state == Frame::State::kReady && frame.batch != batch) {
+            const auto index = static_cast<std::uint32_t>(&frame - frames.data());
+            const std::uint64_t before = std::exchange(frame.batch, batch);
+            policy->used({&index, 1}, {&before, 1}, batch);
+          }
         for (Frame& frame : frames) frame.scans = random() % 4 == 0 ? 1 : 0;
         const auto in_use = static_cast<std::uint64_t>(std::count_if(frames.begin(), frames.end(), [&](const Frame& f) {
           return f.state == Frame::State::kReady && !f.evictable(batch);
@@ -768,11 +773,11 @@ TEST(Replacement, FindsAVictimWheneverThereIsOne) {
         const auto is_free = [](const Frame& f) { return f.state == Frame::State::kFree; };
         auto free = static_cast<std::uint64_t>(std::count_if(frames.begin(), frames.end(), is_free));
         if (free < missing) policy->begin_eviction(missing - free);
-        for (bool strict = true; free < missing;) {
-          const std::uint32_t victim = policy->victim(batch, strict);
+        for (Spare spare = Spare::kRecent; free < missing;) {
+          const std::uint32_t victim = policy->victim(batch, spare);
           if (victim == kNoFrame) {
-            ASSERT_TRUE(strict) << replacement_name(replacement) << ", round " << round << ", batch " << batch;
-            strict = false;
+            ASSERT_NE(spare, Spare::kNothing) << replacement_name(replacement) << ", round " << round << ", batch " << batch;
+            spare = spare == Spare::kRecent ? Spare::kPromised : Spare::kNothing;
             policy->begin_eviction(missing - free);
             continue;
           }
@@ -822,7 +827,9 @@ TEST_F(HotPagesTest, PagesOfTheLastBatchAndOfAPrefetchStay) {
         next.push_back((round * 5 + 5 + k) % kPages);
       }
       std::vector<std::uint32_t> frames(5);
-      { const auto hold = hot.hold(next, frames, Access::kPrefetch); }
+      {
+        const auto hold = hot.hold(next, frames, Access::kPrefetch);
+      }
       const auto before = hot.counts().misses;
       use(hot, pages);
       use(hot, pages, Access::kWrite, 1);

@@ -55,19 +55,20 @@ class StorePolicy final : public Policy {
  public:
   StorePolicy(std::uint32_t frames, Replacement kind) : frames_(frames), policy_{ReplacementPolicy::make(kind, frames_)} {}
   void begin(RecentHolds::Hold hold) override {
-    policy_->begin_batch(++batch_);
+    policy_->begin_batch(++batch_, frames_.size());
     prefetch_ = hold == RecentHolds::Hold::kPrefetch;
   }
   void used(std::uint32_t frame) override {
-    policy_->used(frame, batch_);
+    const std::uint64_t before = std::exchange(frames_[frame].batch, batch_);
+    policy_->used({&frame, 1}, {&before, 1}, batch_);
     if (!prefetch_) frames_[frame].promised = false;
   }
   void make_room(std::uint64_t victims) override { policy_->begin_eviction(victims); }
   std::uint32_t victim(const Held&) override {
-    std::uint32_t frame = policy_->victim(batch_, true);
+    std::uint32_t frame = policy_->victim(batch_, Spare::kRecent);
     if (frame == kNoFrame) {
       policy_->begin_eviction(1);
-      frame = policy_->victim(batch_, false);
+      frame = policy_->victim(batch_, Spare::kNothing);
     }
     if (frame != kNoFrame) policy_->removed(frame, true);
     return frame;

@@ -1,9 +1,10 @@
 // Tables on this machine's CPU and disk. Each benchmark checks what it does before it times it, and reports bytes of rows per
 // second.
 //
-// Axes: ids in a batch, dim (float32). "Hot": the budget holds every page. "Cold": it holds a tenth of them and ids are uniform,
-// so that nearly every page is read; "in order" and "scan" go through all rows. Reads are direct where the file system allows it.
-// The store lies under TMPDIR (else /tmp): name a folder on the disk that is meant.
+// Axes: ids in a batch, dim (float32). "Hot": the budget holds every page. "Resident": nearly every one, and all asked for.
+// "Cold": it holds a tenth of them and ids are uniform, so that nearly every page is read; "in order" and "scan" go through all
+// rows. Reads are direct where the file system allows it. The store lies under TMPDIR (else /tmp): name a folder on the disk that
+// is meant.
 #include <benchmark/benchmark.h>
 #include <unistd.h>
 
@@ -106,6 +107,33 @@ void gather(benchmark::State& state, std::uint64_t memory) {
   const auto wanted = static_cast<double>(after.hits - before.hits + after.misses - before.misses);
   state.SetBytesProcessed(state.iterations() * axes.batch_bytes());
   state.counters["page_hits"] = static_cast<double>(after.hits - before.hits) / std::max(wanted, 1.0);
+}
+
+// All that is asked for is in memory, but not all of the table: pages have to be looked up.
+void gather_resident(benchmark::State& state) {
+  const Axes axes(state);
+  const ScratchStore scratch;
+  auto store = embermap::Store::open(scratch.path(), {.memory = kTableBytes});
+  auto table = filled_table(store, axes);
+  const std::uint64_t asked = axes.rows * 9 / 10;
+  std::vector<float> out(axes.ids * axes.dim);
+  const auto bytes = std::as_writable_bytes(std::span(out));
+  for (std::uint64_t first = 0; first < asked; first += axes.ids) {
+    std::vector<std::int64_t> ids(std::min(axes.ids, asked - first));
+    std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(first));
+    table.gather(ids, bytes.first(ids.size() * axes.dim * 4));
+  }
+  std::vector<std::vector<std::int64_t>> batches;
+  for (std::uint64_t seed = 0; seed < 8; ++seed) batches.push_back(random_ids(axes.ids, asked, seed));
+  for (const auto& ids : batches) {
+    table.gather(ids, bytes);
+    if (!holds(ids, axes.dim, out)) return state.SkipWithError("wrong rows: a time would mean nothing");
+  }
+  const auto before = table.stats();
+  std::size_t next = 0;
+  for (auto _ : state) table.gather(batches[next++ % batches.size()], bytes);
+  if (table.stats().misses != before.misses || before.whole) return state.SkipWithError("not what is meant");
+  state.SetBytesProcessed(state.iterations() * axes.batch_bytes());
 }
 
 void gather_hot(benchmark::State& state) { gather(state, 2 * kTableBytes); }
@@ -213,6 +241,7 @@ void create_billion_rows(benchmark::State& state) {
 
 const std::vector<std::vector<std::int64_t>> kAxes{{1'024, 131'072}, {16, 128}};
 BENCHMARK(gather_hot)->Name("tables/gather_hot")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
+BENCHMARK(gather_resident)->Name("tables/gather_resident")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
 BENCHMARK(gather_cold)->Name("tables/gather_cold")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
 BENCHMARK(update_adagrad_hot)->Name("tables/update_adagrad_hot")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
 BENCHMARK(update_adagrad_cold)->Name("tables/update_adagrad_cold")->ArgsProduct(kAxes)->ArgNames({"ids", "dim"})->UseRealTime();
