@@ -342,9 +342,12 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     if (access == Access::kWrite)
       for (const std::uint32_t index : wanted.found) mark_dirty(index);
     if (!wanted.missing.empty()) make_room(wanted, access, batch, lock);
-    if (access == Access::kPrefetch) begin_promise(batch, wanted);
+    take_frames(wanted, batch, access, reads, replaces);
+    if (access == Access::kPrefetch)
+      begin_promise(batch, wanted);
+    else if (!expected_.empty())
+      notice(batch);
     if (!wanted.missing.empty()) {
-      take_frames(wanted, batch, access, reads, replaces);
       turn_taken_ = ending.turn = false;
       for (std::size_t i = 0; i < pages.size(); ++i) {
         if (i + kSlotsAhead < pages.size()) lookup_.prefetch(pages[i + kSlotsAhead]);
@@ -370,7 +373,6 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     }
     if (access == Access::kWrite)
       for (const std::uint32_t index : wanted.writing) changed_.wait(lock, [&] { return !frames_[index].writing; });
-    if (access != Access::kPrefetch && !expected_.empty()) notice(batch);
     counts_.hits += wanted.found.size();
     counts_.misses += wanted.missing.size();
     ending.pages = nullptr;

@@ -9,6 +9,7 @@
 #include <functional>
 #include <future>
 #include <list>
+#include <numeric>
 #include <random>
 #include <set>
 #include <thread>
@@ -836,6 +837,97 @@ TEST_F(HotPagesTest, PagesOfTheLastBatchAndOfAPrefetchStay) {
       if (round > 0) misses += hot.counts().misses - before;
     }
     EXPECT_EQ(misses, 0U) << replacement_name(replacement);
+  }
+}
+
+// Prefetches of two batches to come, with others in between that turn memory over again and again.
+TEST_F(HotPagesTest, PromisedPagesStayWhileOtherFramesWillDo) {
+  for (const Replacement replacement : {Replacement::kLru, Replacement::kS3Fifo}) {
+    EvictingPages hot(*file_, 16, pool_, nullptr, replacement);
+    use(hot, {0, 1, 2, 3}, Access::kPrefetch);
+    use(hot, {4, 5, 6, 7}, Access::kPrefetch);
+    for (std::uint64_t page = 8; page < 40; page += 4) use(hot, {page, page + 1, page + 2, page + 3}, Access::kWrite, 1);
+    auto there = resident(hot);
+    for (std::uint64_t page = 0; page < 8; ++page)
+      EXPECT_EQ(there.count(page), 1U) << page << ", " << replacement_name(replacement);
+    // A batch that needs more takes them.
+    std::vector<std::uint64_t> many(16);
+    std::iota(many.begin(), many.end(), 40U);
+    use(hot, many);
+    EXPECT_EQ(resident(hot), std::set<std::uint64_t>(many.begin(), many.end()));
+  }
+}
+
+TEST_F(HotPagesTest, PromisesTakeHalfOfTheFramesUntilTheyAreUsed) {
+  EvictingPages hot(*file_, 16, pool_, nullptr);
+  int called = 0;
+  const auto promisable = [&] { return hot.promisable(8, [&] { ++called; }); };
+  EXPECT_EQ(promisable(), 8U);
+  use(hot, {0, 1, 2, 3, 4, 5, 6, 7}, Access::kPrefetch);
+  EXPECT_EQ(promisable(), 0U);
+  use(hot, {8});
+  EXPECT_EQ(called, 0);
+  use(hot, {3, 3, 2, 9});
+  EXPECT_EQ(called, 1);
+  EXPECT_EQ(promisable(), 2U);
+  use(hot, {2, 4}, Access::kPrefetch);  // what is in memory is promised too, and none twice
+  EXPECT_EQ(promisable(), 0U);
+  // A batch that uses most pages of a prefetch is the one they were for: soon the rest is free.
+  use(hot, {0, 1, 5});
+  EXPECT_EQ(called, 2);
+  for (int i = 0; i < 8; ++i) use(hot, {8});
+  EXPECT_EQ(promisable(), 6U);
+}
+
+TEST_F(HotPagesTest, PromisesThatNobodyUsesEnd) {
+  EvictingPages hot(*file_, 16, pool_, nullptr);
+  use(hot, {0, 1, 2, 3, 4, 5, 6, 7}, Access::kPrefetch);
+  bool called = false;
+  EXPECT_EQ(hot.promisable(8, [&] { called = true; }), 0U);
+  int batches = 0;
+  for (; !called && batches < 1000; ++batches) use(hot, {8});
+  EXPECT_EQ(batches, 64);
+  EXPECT_EQ(hot.promisable(8, [] {}), 8U);
+  use(hot, {20, 21, 22, 23, 24, 25, 26, 27}, Access::kPrefetch);
+  use(hot, {30, 31, 32, 33, 34, 35, 36});
+  const auto there = resident(hot);
+  EXPECT_EQ(there.count(0), 0U) << "they are like others from then on";
+  EXPECT_EQ(there.count(20), 1U);
+}
+
+TEST_F(HotPagesTest, ABatchThatIsExpectedIsNoticed) {
+  EvictingPages hot(*file_, 16, pool_, nullptr);
+  use(hot, {0, 1, 2, 3});
+  const auto expected = hot.expect(std::vector<std::uint64_t>{0, 1, 2, 3, 10, 11, 12, 13});
+  use(hot, {0, 1, 2, 10});
+  use(hot, {10, 11, 12, 13}, Access::kPrefetch);
+  EXPECT_FALSE(expected->came);
+  use(hot, {10, 11, 12, 13, 2, 1});
+  EXPECT_TRUE(expected->came);
+}
+
+// A look-up that threads share finds each page once.
+TEST_F(HotPagesTest, LargeBatchesCountEachPageOnce) {
+  ThreadPool four(4);
+  for (const Replacement replacement : {Replacement::kLru, Replacement::kS3Fifo}) {
+    EvictingPages hot(*file_, kPages - 1, four, nullptr, replacement);
+    std::mt19937 random(3);
+    std::vector<std::uint64_t> pages(100'000);
+    std::vector<std::uint32_t> frames(pages.size());
+    for (std::uint64_t round = 0; round < 30; ++round) {
+      for (auto& page : pages) page = random() % (kPages - 1 - round % 2) + round % 2;
+      const auto before = hot.counts();
+      const auto access = static_cast<Access>(round % 3);
+      const auto hold = hot.hold(pages, frames, access);
+      ASSERT_TRUE(hold.has_value());
+      ASSERT_EQ(hold->pages(), kPages - 1 - round % 2);
+      const auto after = hot.counts();
+      ASSERT_EQ(after.hits - before.hits + after.misses - before.misses, hold->pages());
+      for (std::size_t i = 0; i < pages.size(); ++i) ASSERT_EQ(value(hot, frames[i]), static_cast<float>(pages[i]));
+    }
+    use(hot, {0});
+    use(hot, {kPages - 1});
+    EXPECT_EQ(hot.counts().resident, kPages - 1);
   }
 }
 
