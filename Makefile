@@ -2,7 +2,7 @@
 # Everything the targets do is in tools/setup/*.sh and CMakeLists.txt; lib.sh there lists the variables they read.
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test build bench benchmarks format lint asan tsan clean system python
+.PHONY: help demo test build bench benchmarks format lint asan tsan fuzz clean system python
 
 export EMBERMAP_DEPS EMBERMAP_OFFLINE EMBERMAP_SYSTEM_PYTHON PYTHON JOBS
 
@@ -51,6 +51,9 @@ asan: system python  ## run the C++ tests under AddressSanitizer and UndefinedBe
 
 tsan: system python  ## run the C++ tests under ThreadSanitizer
 	@tools/setup/sanitize.sh tsan
+
+fuzz: system  ## give random input to what reads files, with clang: SECONDS=60 for each target, TARGETS='manifest npy'
+	@FUZZ_SECONDS='$(or $(SECONDS),60)' TARGETS='$(TARGETS)' tools/setup/fuzz.sh
 
 clean:  ## remove what was built (.venv stays)
 	rm -rf build demo-store .pytest_cache .mypy_cache .ruff_cache

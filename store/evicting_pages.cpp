@@ -364,7 +364,7 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     bool retry = false;
     for (const auto& [index, page] : wanted.filling) {
       const Frame& frame = frames_[index];
-      changed_.wait(lock, [&] { return frame.page != page || frame.state != State::kFilling; });
+      changed_.wait(lock, [&, number = page] { return frame.page != number || frame.state != State::kFilling; });
       retry = retry || frame.page != page || frame.state != State::kReady || (access == Access::kWrite && !frame.dirty);
     }
     if (retry) {

@@ -7,15 +7,18 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
+#include <vector>
 
 #include "base/checked.hpp"
 
 namespace embermap {
 namespace {
 
-using Json = nlohmann::ordered_json;
+using Json = nlohmann::ordered_json;  // written in our order
+using ReadJson = nlohmann::json;      // looked up by key in a time that many keys do not change
 
 constexpr std::uint64_t kMaxManifest = 64ULL << 20;
+constexpr std::size_t kDeepest = 16;  // nesting: ours is four deep
 constexpr std::string_view kFormatName = "embermap";
 
 bool is_utf8(std::string_view text) {
@@ -70,10 +73,65 @@ std::array<std::pair<const char*, std::uint64_t*>, 7> counter_keys(TableCounters
            {"commits", &counters.commits}}};
 }
 
+// A value for a message: no more of it than a line.
+std::string shown(const ReadJson& value) {
+  if (value.is_object()) return "an object";
+  if (value.is_array()) return "an array";
+  constexpr std::size_t kMost = 80;
+  const std::string text = value.dump();
+  return printable(text.substr(0, kMost)) + (text.size() > kMost ? "..." : "");
+}
+
+// Looks at a text's nesting and keys before values are made of it. Refuses what no writer of ours makes and readers disagree
+// about: a key twice in one object. (A callback of the parser that makes values would do, in a time that grows with the square.)
+class JsonCheck {
+ public:
+  explicit JsonCheck(const std::filesystem::path& file) : file_{file} {}
+
+  bool null() { return true; }
+  bool boolean(bool) { return true; }
+  bool number_integer(std::int64_t) { return true; }
+  bool number_unsigned(std::uint64_t) { return true; }
+  bool number_float(double, const std::string&) { return true; }
+  bool string(std::string&) { return true; }
+  bool binary(ReadJson::binary_t&) { return true; }
+  bool start_object(std::size_t) { return open(); }
+  bool end_object() { return close(); }
+  bool start_array(std::size_t) { return open(); }
+  bool end_array() { return close(); }
+  bool key(std::string& name) {
+    if (!keys_.back().insert(name).second)
+      throw FormatError(file_, fmt::format("the manifest has the key '{}' twice in one object", printable(name.substr(0, 200))));
+    return true;
+  }
+  bool parse_error(std::size_t, const std::string&, const ReadJson::exception&) { return false; }
+
+ private:
+  bool open() {
+    if (keys_.size() == kDeepest) throw FormatError(file_, fmt::format("the manifest is nested more than {} deep", kDeepest));
+    keys_.emplace_back();
+    return true;
+  }
+  bool close() {
+    keys_.pop_back();
+    return true;
+  }
+
+  const std::filesystem::path& file_;
+  std::vector<std::set<std::string, std::less<>>> keys_;  // of what is open
+};
+
+ReadJson parse_json(std::string_view text, const std::filesystem::path& file) {
+  JsonCheck check(file);
+  if (!ReadJson::sax_parse(text, &check))
+    throw FormatError(file, text.empty() ? "the manifest is empty" : "the manifest is not valid JSON");
+  return ReadJson::parse(text);
+}
+
 // Reads one object, key by key, each with its type; every error names file and key.
 class Reader {
  public:
-  Reader(const std::filesystem::path& file, const Json& object, std::string where)
+  Reader(const std::filesystem::path& file, const ReadJson& object, std::string where)
       : file_{file}, object_{object}, where_{std::move(where)} {
     if (!object.is_object()) fail("is not an object");
   }
@@ -82,38 +140,48 @@ class Reader {
 
   bool has(const char* key) const { return object_.contains(key) && !object_.at(key).is_null(); }
 
-  const Json& at(const char* key) const {
+  const ReadJson& at(const char* key) const {
     if (!object_.contains(key)) fail(fmt::format("has no '{}'", key));
     return object_.at(key);
   }
   std::uint64_t integer(const char* key) const {
-    const Json& value = at(key);
+    const ReadJson& value = at(key);
     if (!value.is_number_integer() || (!value.is_number_unsigned() && value.get<std::int64_t>() < 0))
-      fail(fmt::format("has a '{}' that is no whole number from 0: {}", key, value.dump()));
+      fail(fmt::format("has a '{}' that is no whole number from 0: {}", key, shown(value)));
     return value.get<std::uint64_t>();
   }
   double number(const char* key) const {
-    const Json& value = at(key);
-    if (!value.is_number()) fail(fmt::format("has a '{}' that is no number: {}", key, value.dump()));
+    const ReadJson& value = at(key);
+    if (!value.is_number()) fail(fmt::format("has a '{}' that is no number: {}", key, shown(value)));
     return value.get<double>();
   }
   bool boolean(const char* key) const {
-    const Json& value = at(key);
-    if (!value.is_boolean()) fail(fmt::format("has a '{}' that is neither true nor false: {}", key, value.dump()));
+    const ReadJson& value = at(key);
+    if (!value.is_boolean()) fail(fmt::format("has a '{}' that is neither true nor false: {}", key, shown(value)));
     return value.get<bool>();
   }
   std::string text(const char* key) const {
-    const Json& value = at(key);
-    if (!value.is_string()) fail(fmt::format("has a '{}' that is no text: {}", key, value.dump()));
+    const ReadJson& value = at(key);
+    if (!value.is_string()) fail(fmt::format("has a '{}' that is no text: {}", key, shown(value)));
     return value.get<std::string>();
   }
   Reader object(const char* key) const { return {file_, at(key), fmt::format("{}, '{}',", where_, key)}; }
+  // An absolute path.
   std::filesystem::path path(const char* key) const {
-    const Json& value = at(key);
+    std::string text = path_text(key);
+    if (text.find('\0') != std::string::npos || !std::filesystem::path(text).is_absolute())
+      fail(fmt::format("has a '{}' that is no absolute path: {}", key, printable(text.substr(0, 200))));
+    return text;
+  }
+
+ private:
+  std::string path_text(const char* key) const {
+    const ReadJson& value = at(key);
     if (value.is_string()) return value.get<std::string>();
     const std::string hex = object(key).text("hex");
+    if (hex.size() % 2 != 0) fail(fmt::format("has a '{}' that is no hexadecimal text", key));
     std::string bytes;
-    for (std::size_t i = 0; i + 1 < hex.size(); i += 2) {
+    for (std::size_t i = 0; i < hex.size(); i += 2) {
       const auto digit = [&](char c) -> unsigned {
         if (c >= '0' && c <= '9') return static_cast<unsigned>(c - '0');
         if (c >= 'a' && c <= 'f') return static_cast<unsigned>(c - 'a') + 10;
@@ -124,9 +192,8 @@ class Reader {
     return bytes;
   }
 
- private:
   const std::filesystem::path& file_;
-  const Json& object_;
+  const ReadJson& object_;
   std::string where_;
 };
 
@@ -243,8 +310,7 @@ Manifest Manifest::load(const std::filesystem::path& store) {
 }
 
 Manifest Manifest::parse(std::string_view text, const std::filesystem::path& file) {
-  const Json json = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (json.is_discarded()) throw FormatError(file, text.empty() ? "the manifest is empty" : "the manifest is not valid JSON");
+  const ReadJson json = parse_json(text, file);
   const Reader top(file, json, "the manifest");
   if (!top.has("format") || top.text("format") != kFormatName) top.fail("is not of the format 'embermap'");
   const std::uint64_t version = top.integer("version");
@@ -264,7 +330,7 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
   }
   std::set<std::uint32_t> ids;
   if (top.has("unfinished")) manifest.unfinished = read_unfinished(top);
-  const Json& tables = top.at("tables");
+  const ReadJson& tables = top.at("tables");
   if (!tables.is_object()) top.fail("has 'tables' that are no object");
   for (const auto& [name, value] : tables.items()) {
     const Reader reader(file, value, fmt::format("table '{}'", printable(name)));
@@ -285,13 +351,13 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
   return manifest;
 }
 
-void Manifest::save(const std::filesystem::path& store, FileOps& ops) const { replace_file(store / kManifestName, text(), ops); }
-
 std::string Manifest::text() const {
   Json json{{"format", kFormatName}, {"version", kFormatVersion}, {"commit", commit},
             {"revision", revision},  {"next_id", next_id},        {"tables", Json::object()}};
+  auto& listed = json["tables"].get_ref<Json::object_t&>();
   for (const auto& [name, entry] : tables) {
-    Json& table = json["tables"][name];
+    // Appended as they come: no name is there twice, and looking for it would take longer with each table.
+    Json& table = listed.emplace_back(name, Json::object()).second;
     table = {{"id", entry.id},
              {"rows", entry.geometry.rows},
              {"dim", entry.dim},
@@ -317,6 +383,8 @@ std::string Manifest::text() const {
   if (!unfinished.empty()) json["unfinished"] = unfinished;
   return json.dump(2) + "\n";
 }
+
+void Manifest::save(const std::filesystem::path& store, FileOps& ops) const { replace_file(store / kManifestName, text(), ops); }
 
 void check_table_name(std::string_view name) {
   const auto fail = [&](std::string_view why) {

@@ -51,7 +51,7 @@ struct Manifest {
   // Throws NotFound (no manifest there), FormatError naming the file and key: not JSON, another format, a newer version, wrong
   // types, a geometry that cannot be. Nothing in it is trusted.
   static Manifest load(const std::filesystem::path& store);
-  // The same from a text; `file` is named in errors.
+  // The same for the text of the file; `file` is for messages.
   static Manifest parse(std::string_view text, const std::filesystem::path& file);
   std::string text() const;
   // Atomic and durable.

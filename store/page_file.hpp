@@ -127,11 +127,16 @@ class PageFile final : public LogTarget {
   using Recorded = std::function<void(std::uint64_t, std::uint32_t)>;
   void write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded);
   void write_swapped(std::span<const PageBuffer> pages);
+  void write_logged(std::span<const PageBuffer> pages);
+  void write_in_place(std::span<const PageBuffer> pages);
+  void note_unfinished(std::span<const PageBuffer> pages) noexcept;  // as seal_unfinished(), of pages in place
   void seal_pages(std::span<const std::uint64_t> pages, bool forget_unreadable);
   // After a write that failed: of the pages it had not finished, some may be in the file in part, which their checksums, still
   // those of before, would call damage. They get the checksum of what the file has.
   void seal_unfinished(std::span<const PageBuffer> pages, std::span<const std::uint8_t> done) noexcept;
-  void arrived(const PageBuffer& page) const;
+  void arrived(const PageBuffer& page, std::optional<std::uint32_t> recorded) const;
+  template <class Sync>
+  void sync_once(const Sync& sync);
   std::uint64_t elements_in(std::uint64_t page) const;
 
   std::string table_;

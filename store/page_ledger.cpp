@@ -131,6 +131,8 @@ void PageLedger::load_bits() {
         std::memcpy(bits_.get() + at + i, part.data(), part.size());
     }
   }
+  // What stands behind the last page is nothing to count, nor to find when the table grows.
+  if (pages_ % 8 != 0) bits_[pages_ / 8] = static_cast<std::uint8_t>(bits_[pages_ / 8] & ((1U << (pages_ % 8)) - 1));
 }
 
 bool PageLedger::written(std::uint64_t page) const {

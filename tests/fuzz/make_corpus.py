@@ -1,0 +1,213 @@
+"""Makes the seeds of the fuzz targets: python tests/fuzz/make_corpus.py.
+
+What fuzzing found lies beside them and stays.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+HERE = Path(__file__).parent / "corpus"
+
+
+def save(target: str, name: str, content: bytes) -> None:
+    (HERE / target).mkdir(parents=True, exist_ok=True)
+    (HERE / target / name).write_bytes(content)
+
+
+def npy(text: str, version: int = 1, encoding: str = "latin-1") -> bytes:
+    """A whole file without data."""
+    body = text.encode(encoding)
+    length = struct.pack("<H" if version == 1 else "<I", len(body))
+    return b"\x93NUMPY" + bytes([version, 0]) + length + body
+
+
+def sized(text: str, size: int, shift: int, version: int = 1) -> bytes:
+    """What npy_fuzz makes a file of: `size << shift` bytes of data behind a header."""
+    return bytes([size, shift, version - 1]) + text.encode()
+
+
+def make_npy() -> None:
+    plain = "{'descr': '<f4', 'fortran_order': False, 'shape': (0, 4), }\n"
+    record = "[('weight', '<f4', (4,)), ('sum', '<f4', (4,)), ('', '|V32')]"
+    save("npy", "empty_rows", npy(plain))
+    save("npy", "version2", npy(plain, 2))
+    save(
+        "npy",
+        "version3",
+        npy("{'descr': [('é', '<f4')], 'fortran_order': False, 'shape': (0,), }", 3, "utf-8"),
+    )
+    save("npy", "python2", npy("{'descr': u'>f8', 'fortran_order': True, 'shape': (0L, 3L), }"))
+    save("npy", "not_npy", b"\x89HDF\r\n\x1a\n")
+    save("npy", "rows", sized("{'descr': '<f4', 'fortran_order': False, 'shape': (8, 4), }", 1, 7))
+    save(
+        "npy",
+        "records",
+        sized(f"{{'descr': {record}, 'fortran_order': False, 'shape': (4,), }}", 1, 8),
+    )
+    save(
+        "npy",
+        "nested",
+        sized(
+            "{'descr': [('a', [('b', ('<i2', (2, 3)))]), ('t', '<M8[ns]')], "
+            "'fortran_order': False, 'shape': (3,)}",
+            1,
+            8,
+            3,
+        ),
+    )
+    save(
+        "npy",
+        "huge",
+        sized(
+            "{'descr': '<f8', 'fortran_order': False, 'shape': (4294967296, 4294967296), }", 255, 31
+        ),
+    )
+    save(
+        "npy",
+        "escapes",
+        sized(
+            r"{'descr': [('\x41\u00e9\U0001F600\'', '|S5')], "
+            "'fortran_order': False, 'shape': (), }",
+            5,
+            0,
+        ),
+    )
+
+
+def table(**changes: object) -> dict[str, object]:
+    entry: dict[str, object] = {
+        "rows": 100, "dim": 8, "dtype": "float32", "optimizer": None, "init": {"name": "zeros"},
+        "seed": 1, "step": 0,
+        "page_bytes": 4096, "stride": 32, "rows_per_page": 128, "data_offset": 4096,
+    }  # fmt: skip
+    return entry | changes
+
+
+def manifest(tables: dict[str, object], **changes: object) -> bytes:
+    return json.dumps(
+        {"format": "embermap", "version": 1, "commit": 3, "tables": tables} | changes
+    ).encode()
+
+
+def make_manifest() -> None:
+    adagrad = {
+        "name": "adagrad",
+        "lr": 0.05,
+        "lr_decay": 0,
+        "weight_decay": 0,
+        "initial_accumulator_value": 0,
+        "eps": 1e-10,
+    }
+    sgd = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "nesterov": True}
+    trained = {
+        "optimizer": adagrad,
+        "stride": 64,
+        "rows_per_page": 64,
+        "init": {"name": "normal", "mean": 0, "std": 0.1},
+    }
+    save("manifest", "no_tables", manifest({}))
+    save("manifest", "plain", manifest({"items": table()}))
+    save(
+        "manifest",
+        "trained",
+        manifest({"a": table(**trained), "b": table(**trained | {"optimizer": sgd})}),
+    )
+    save(
+        "manifest",
+        "integers",
+        manifest(
+            {
+                "é": table(
+                    dtype="int64",
+                    stride=64,
+                    rows_per_page=64,
+                    init={"name": "uniform", "low": -3, "high": 9},
+                )
+            }
+        ),
+    )
+    adopted = {
+        "adopted": "/data/w.npy",
+        "adopted_writable": True,
+        "data_offset": 128,
+        "byte_order": "big",
+    }
+    save("manifest", "adopted", manifest({"w": table(**adopted)}))
+    save(
+        "manifest",
+        "adopted_bytes",
+        manifest({"w": table(**adopted | {"adopted": {"hex": "2fff2e6e7079"}})}),
+    )
+    counters = {
+        "hits": 1,
+        "misses": 2,
+        "evictions": 0,
+        "write_backs": 0,
+        "bytes_read": 3,
+        "bytes_written": 4,
+        "commits": 5,
+    }
+    save(
+        "manifest",
+        "counters",
+        manifest(
+            {"items": table(memory=65536, counters=counters, init={"name": "constant", "value": 2})}
+        ),
+    )
+    save(
+        "manifest",
+        "outside",
+        manifest({"../../etc/x": table(), "a/b": table(), "": table(), "a\0b": table()}),
+    )
+    save("manifest", "newer", manifest({}, version=99))
+    save("manifest", "deep", b'{"format": ' + b"[" * 300 + b"]" * 300 + b"}")
+    save(
+        "manifest",
+        "twice",
+        b'{"format": "embermap", "version": 1, "commit": 0, "commit": 1, "tables": {}}',
+    )
+    save("manifest", "numbers", manifest({"x": table(rows=2**63, seed=2**64 - 1, step=2**64 - 1)}))
+
+
+def ledger(
+    pages: int,
+    pieces: list[tuple[int, int, bytes]],
+    units: int,
+    *,
+    flags: int = 0,
+    version: int = 1,
+    room: int = 4096,
+) -> bytes:
+    header = struct.pack(
+        "<8sIIQQQ", b"EMBPAGES", version, flags, pages, 4096 + room, 0
+    )  # the target mends the checksum
+    parts = [
+        struct.pack("<HBB", sector, place // 2, len(piece)) + piece
+        for sector, place, piece in pieces
+    ]
+    return header + struct.pack("<HB", units, 0) + b"".join(parts)
+
+
+def make_page_ledger() -> None:
+    sums = struct.pack("<4I", 5, 6, 7, 8)
+    save("page_ledger", "fresh", ledger(1000, [], 24))
+    save("page_ledger", "written", ledger(1000, [(8, 0, b"\x0f"), (16, 0, sums)], 24))
+    save("page_ledger", "adopted", ledger(10, [(16, 4, sums)], 17, flags=1))
+    save(
+        "page_ledger",
+        "larger_before",
+        ledger(100, [(8, 2, b"\xff"), (24, 32, sums)], 40, room=8192),
+    )
+    save("page_ledger", "bits_behind_the_end", ledger(3, [(8, 0, b"\xff\xff"), (16, 0, sums)], 17))
+    save("page_ledger", "none", ledger(0, [], 16))
+    save("page_ledger", "truncated", ledger(1000, [], 16))
+    save("page_ledger", "huge", ledger(2**61, [], 65535))
+
+
+if __name__ == "__main__":
+    make_npy()
+    make_manifest()
+    make_page_ledger()
