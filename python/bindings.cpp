@@ -127,6 +127,10 @@ void translate(const std::exception_ptr& thrown, void*) {
     raise_ours("CorruptError", error);
   } catch (const LockedError& error) {
     raise_ours("LockedError", error);
+  } catch (const StaleError& error) {
+    raise_ours("StaleError", error);
+  } catch (const LogFullError& error) {
+    raise_ours("LogFullError", error);
   } catch (const ReadOnlyError& error) {
     raise_with_number(PyExc_PermissionError, EROFS, error);
   } catch (const BudgetError& error) {
@@ -145,7 +149,8 @@ void translate(const std::exception_ptr& thrown, void*) {
 // --- store ----------------------------------------------------------------------------------------------------------
 
 Store open_store(const std::filesystem::path& path, std::string_view mode, std::uint64_t memory, int device, unsigned threads,
-                 bool accept_unclean, std::string_view io, std::optional<bool> direct, std::string_view policy) {
+                 bool accept_unclean, std::string_view io, std::optional<bool> direct, std::string_view policy,
+                 std::string_view durability, std::uint64_t log_limit, bool autocommit) {
   StoreOptions options;
   if (mode == "a") {
     options.mode = StoreOptions::Mode::kOpenOrCreate;
@@ -165,6 +170,9 @@ Store open_store(const std::filesystem::path& path, std::string_view mode, std::
   const std::optional<Replacement> replacement = parse_replacement(policy);
   if (!replacement) throw InvalidArgument("policy '" + printable(policy) + "' is not one of 'lru', 's3fifo'");
   options.replacement = *replacement;
+  options.durability = parse_durability(durability);
+  options.log_limit = log_limit;
+  options.autocommit = autocommit;
   const nb::gil_scoped_release release;
   return Store::open(path, options);
 }
@@ -350,20 +358,12 @@ void bind_options(nb::module_& m) {
       .def_ro("value", &Constant::value);
   nb::class_<Uniform>(m, "Uniform")
       .def(
-          "__init__",
-          [](Uniform* self, double low, double high) {
-            new (self) Uniform{low, high};
-          },
-          "low"_a, "high"_a)
+          "__init__", [](Uniform* self, double low, double high) { new (self) Uniform{low, high}; }, "low"_a, "high"_a)
       .def_ro("low", &Uniform::low)
       .def_ro("high", &Uniform::high);
   nb::class_<Normal>(m, "Normal")
       .def(
-          "__init__",
-          [](Normal* self, double mean, double std) {
-            new (self) Normal{mean, std};
-          },
-          "mean"_a, "std"_a)
+          "__init__", [](Normal* self, double mean, double std) { new (self) Normal{mean, std}; }, "mean"_a, "std"_a)
       .def_ro("mean", &Normal::mean)
       .def_ro("std", &Normal::std);
   m.def("check_optimizer", &check_optimizer, "optimizer"_a.none());
@@ -491,8 +491,9 @@ void bind_store(nb::module_& m) {
           "open", &open_store,
           nb::sig(
               "def open(path: str | os.PathLike[str], mode: str, memory: int, device: int, threads: int, accept_unclean: bool, "
-              "io: str, direct: bool | None, policy: str) -> Store"),
-          "path"_a, "mode"_a, "memory"_a, "device"_a, "threads"_a, "accept_unclean"_a, "io"_a, "direct"_a.none(), "policy"_a)
+              "io: str, direct: bool | None, policy: str, durability: str, log_limit: int, autocommit: bool) -> Store"),
+          "path"_a, "mode"_a, "memory"_a, "device"_a, "threads"_a, "accept_unclean"_a, "io"_a, "direct"_a.none(), "policy"_a,
+          "durability"_a, "log_limit"_a, "autocommit"_a)
       .def_prop_ro("path", &Store::path)
       .def_prop_ro("writable", &Store::writable)
       .def_prop_ro("commit_number", &Store::commit_number)
@@ -517,6 +518,21 @@ void bind_store(nb::module_& m) {
       .def("tables", &Store::tables, Release())
       .def("remove", &Store::remove, "name"_a, Release())
       .def("commit", &Store::commit, Release())
+      .def("refresh", &Store::refresh, Release())
+      .def(
+          "log_stats",
+          [](const Store& store) {
+            const LogStats stats = store.log_stats();
+            nb::dict dict;
+            dict["limit"] = stats.limit;
+            dict["bytes"] = stats.bytes;
+            dict["pages"] = stats.pages;
+            dict["memory_bytes"] = stats.memory_bytes;
+            dict["appended_bytes"] = stats.appended_bytes;
+            dict["applied_pages"] = stats.applied_pages;
+            return dict;
+          },
+          nb::sig("def log_stats(self) -> dict[str, int]"))
       .def("close", &Store::close, Release())
       .def("abandon", &Store::abandon, Release())
       .def("forget_after_fork", &Store::forget_after_fork);
@@ -535,10 +551,7 @@ NB_MODULE(_core, m) {
   m.def("parse_size", &parse_size, "text"_a);
   m.def("format_size", &format_size, "bytes"_a);
   m.def(
-      "location_file",
-      [](const nb::bytes& location) {
-        return parse_location({location.c_str(), location.size()}).file;
-      },
+      "location_file", [](const nb::bytes& location) { return parse_location({location.c_str(), location.size()}).file; },
       "location"_a);
   m.def("is_store", &is_store, nb::sig("def is_store(path: str | os.PathLike[str]) -> bool"), "path"_a, Release());
   bind_options(m);

@@ -45,6 +45,7 @@ void LogView::load() {
                  {in_place ? record.header.position : record.data(i), record.entries[i].checksum, in_place}, epoch);
   });
   index_.forget_from(epoch);
+  bytes_ = epoch - header_.tail;
 }
 
 LogHeader LogView::header_now() const {

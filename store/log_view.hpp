@@ -34,6 +34,7 @@ class LogView final : public LoggedPages {
   std::uint64_t commit() const noexcept { return commit_; }
   // The text of the commit's manifest; empty if the log has no commit that is not in the files.
   const std::string& manifest() const noexcept { return manifest_; }
+  std::uint64_t bytes() const noexcept { return bytes_; }  // of the commits in the log
   // True if the writer has neither begun nor ended to apply anything since the log was opened, and has not made the log anew.
   bool unchanged() const;
 
@@ -58,6 +59,7 @@ class LogView final : public LoggedPages {
   LogIndex index_;  // as it was when the log was opened
   std::uint64_t commit_ = 0;
   std::string manifest_;
+  std::uint64_t bytes_ = 0;
   mutable std::mutex mutex_;
   LogHeader header_;          // of what follows
   std::uint64_t applied_to_;  // what lies before this position in the log is in the files

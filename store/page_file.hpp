@@ -64,8 +64,8 @@ class PageFile final : public LogTarget {
   // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). `also` is work to
   // be done in the meantime; it is done when this returns. Throws IoError, FormatError (truncated), CorruptError naming the rows.
   void read(std::span<PageBuffer> pages, const Meanwhile& also = {});
-  // Writes the buffers (their order is changed) with their checksums. Durable after sync(), or with the log's next commit. After a failure each page holds its
-  // old bytes, its new ones, or the first of these and the rest of those, and can be read.
+  // Writes the buffers (their order is changed) with their checksums. Durable after sync(), or with the log's next commit. After
+  // a failure each page holds its old bytes, its new ones, or the first of these and the rest of those, and can be read.
   void write(std::span<PageBuffer> pages);
   // Whether the page was ever written, here or in the log.
   bool written(std::uint64_t page) const;

@@ -404,7 +404,7 @@ bool RedoLog::apply_once(bool in_background, const Progress& progress) {
   std::string manifest;
   {
     const std::lock_guard lock(mutex_);
-    if (committed_ == header_.tail || stop_) return false;
+    if (committed_ == header_.tail || stop_ || !failure_.empty()) return false;
     limit = committed_;
     tail = header_.tail;
     number = commit_;
@@ -513,7 +513,7 @@ void RedoLog::begin_anew() {
   LogHeader header = header_;
   {
     const std::lock_guard lock(mutex_);
-    if (head_ != header.tail) return;
+    if (head_ != header.tail || !failure_.empty()) return;
   }
   if (header.tail == kLogStart && file_bytes_ <= kLogStart) return;
   ++header.serial;

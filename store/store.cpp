@@ -23,6 +23,7 @@ const std::filesystem::path& Store::path() const { return impl_->core()->path; }
 bool Store::writable() const { return impl_->core()->writable; }
 std::uint64_t Store::commit_number() const { return impl_->core()->commit.load(); }
 std::uint64_t Store::memory() const { return impl_->core()->memory; }
+LogStats Store::log_stats() const { return impl_->log_stats(); }
 int Store::device() const { return impl_->core()->device; }
 
 Table Store::create(std::string_view name, const TableOptions& options) { return impl_->create(name, options); }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -66,6 +67,25 @@ struct StoreOptions {
   FileOps* file_ops = nullptr;  // the system calls to use, for tests that inject faults; must outlive the store
 };
 
+// The redo log of an open store; zeros where there is none.
+struct LogStats {
+  std::uint64_t limit = 0;
+  std::uint64_t bytes = 0, pages = 0;                   // needed now: not committed, or not in the tables' files yet
+  std::uint64_t memory_bytes = 0;                       // index and buffers
+  std::uint64_t appended_bytes = 0, applied_pages = 0;  // since the store was opened
+};
+
+// What opening a store for writing would do to it first.
+struct RecoveryPlan {
+  bool writer = false;                         // one is at work: what follows is its business
+  bool unclean = false;                        // a session without log ended in the middle: opening would refuse
+  std::uint64_t commit = 0;                    // that the store would be at
+  std::uint64_t log_bytes = 0;                 // of commits in the log
+  std::map<std::string, std::uint64_t> pages;  // that would go from the log to a table's file
+};
+// Changes nothing. Throws as Store::open.
+RecoveryPlan plan_recovery(const std::filesystem::path& store);
+
 // Thread safety: members may be called from several threads. Destroying the last handle without close() loses what was not
 // committed: close() is the way to end a session that went well.
 class Store {
@@ -80,6 +100,7 @@ class Store {
   std::uint64_t commit_number() const;  // of the last commit; 0: none yet
   std::uint64_t memory() const;
   int device() const;
+  LogStats log_stats() const;
 
   // Names: letters, digits, '_', '-', '.', and any character beyond ASCII; not beginning with '.' or '-'; at most 200 bytes.
   // Durable when it returns.

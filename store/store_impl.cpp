@@ -248,6 +248,44 @@ std::uint64_t Store::Impl::refresh() {
   return manifest_.commit;
 }
 
+LogStats Store::Impl::log_stats() const {
+  const auto guard = lock();
+  if (!core_->log) return {};
+  const RedoLog::Statistics log = core_->log->statistics();
+  return {.limit = core_->log->limit(),
+          .bytes = log.log_bytes,
+          .pages = log.pages,
+          .memory_bytes = log.memory_bytes,
+          .appended_bytes = log.appended_bytes,
+          .applied_pages = log.applied_pages};
+}
+
+RecoveryPlan plan_recovery(const std::filesystem::path& store) {
+  RecoveryPlan plan;
+  ThreadPool io(1);
+  Manifest manifest = Manifest::load(store);
+  try {
+    WriterLock::acquire(store / kWriterLockName, store).release();
+  } catch (const LockedError&) {
+    plan.writer = true;
+  }
+  if (const auto view = LogView::open(store / kLogName, io, {}, FileOps::system())) {
+    if (!view->manifest().empty()) {
+      Manifest committed = Manifest::parse(view->manifest(), store / kLogName);
+      if (committed.revision > manifest.revision) manifest = std::move(committed);
+    }
+    plan.log_bytes = view->bytes();
+    for (const auto& [name, entry] : manifest.tables) {
+      std::uint64_t pages = 0;
+      view->for_each(entry.id, [&](std::uint64_t, const LoggedVersion&) { ++pages; });
+      if (pages != 0) plan.pages.emplace(name, pages);
+    }
+  }
+  plan.commit = manifest.commit;
+  plan.unclean = !plan.writer && UncommittedMark::present(store, manifest.commit);
+  return plan;
+}
+
 Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Manifest manifest) {
   const std::filesystem::path path = core.path / kLogName;
   if (core.durability == Durability::kNone && !is_there(path)) return manifest;

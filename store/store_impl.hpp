@@ -19,6 +19,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
  public:
   static std::shared_ptr<Impl> open(const std::filesystem::path& path, const StoreOptions& options);
   std::uint64_t refresh();
+  LogStats log_stats() const;
   ~Impl();
   // The store of a table. Throws ClosedError if it is gone.
   static std::shared_ptr<Impl> of(StoreCore& core);

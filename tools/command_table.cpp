@@ -23,6 +23,7 @@ namespace {
 
 struct Arguments {
   std::string path, rows;
+  bool dry_run = false;
 };
 
 Store open_writable(const std::filesystem::path& path, const Common& common) {
@@ -76,11 +77,45 @@ int materialize(const Arguments& arguments, const Common& common) {
   return kDone;
 }
 
+// What opening the store for writing would do, without doing it.
+int plan(const std::filesystem::path& store, const Common& common) {
+  const RecoveryPlan plan = plan_recovery(store);
+  Json pages = Json::object();
+  std::string text;
+  for (const auto& [name, count] : plan.pages) {
+    pages[name] = count;
+    text += fmt::format("  {}: {} pages from the log\n", printable(name), grouped(count));
+  }
+  if (common.json) {
+    print_json({{"path", json_text(store.native())},
+                {"writer", plan.writer},
+                {"unclean", plan.unclean},
+                {"commit", plan.commit},
+                {"log_bytes", plan.log_bytes},
+                {"pages", std::move(pages)}});
+  } else if (!common.quiet) {
+    const std::string what = plan.writer    ? "a writer is at work; nothing to recover"
+                             : plan.unclean ? "a session without log ended without commit: tables would be taken as they are"
+                             : text.empty()
+                                 ? "nothing to recover"
+                                 : fmt::format("{} of commits in the log would go to the tables", format_size(plan.log_bytes));
+    print(fmt::format("{}: at commit {}; {}\n{}", printable(store), plan.commit, what, text));
+  }
+  return kDone;
+}
+
 int recover(const Arguments& arguments, const Common& common) {
   const TablePath path = find_store_or_table(arguments.path);
   if (!path.table.empty())
     throw UsageError(fmt::format("{} is a table; a store is recovered as a whole", printable(path.text())));
+  if (arguments.dry_run) return plan(path.store, common);
   StoreOptions options = store_options(common, StoreOptions::Mode::kReadWrite);
+  ProgressLine line("recover", kMinPageBytes, common.quiet);
+  std::uint64_t pages = 0;
+  options.recovery = [&, show = line.callback()](std::uint64_t done, std::uint64_t total) {
+    pages = total;
+    if (show) show(done, total);
+  };
   std::optional<std::string> reason;
   std::optional<Store> store;
   try {
@@ -94,12 +129,15 @@ int recover(const Arguments& arguments, const Common& common) {
   store->close();
   if (common.json)
     print_json({{"path", json_text(path.store.native())},
-                {"recovered", reason.has_value()},
+                {"recovered", reason.has_value() || pages != 0},
                 {"reason", reason ? Json(json_text(*reason)) : Json(nullptr)},
+                {"pages", pages},
                 {"commit", commit}});
   else if (!common.quiet)
     print(fmt::format("{}: {}\n", printable(path.store),
-                      reason ? "took the tables as they were after a session that ended without commit" : "nothing to recover"));
+                      reason       ? "took the tables as they were after a session that ended without commit"
+                      : pages != 0 ? fmt::format("at commit {}; {} pages went from the log to the tables", commit, grouped(pages))
+                                   : "nothing to recover"));
   return kDone;
 }
 
@@ -168,9 +206,15 @@ void add_materialize(CLI::App& app, Common& common, Action& chosen) {
 }
 
 void add_recover(CLI::App& app, Common& common, Action& chosen) {
-  add_command(app, common, chosen, "recover",
-              "Accept a store whose last session ended without commit: its rows may mix the last commit and later ones", "STORE",
-              "  embermap recover tables", std::make_shared<Arguments>(), recover);
+  auto arguments = std::make_shared<Arguments>();
+  const auto add_dry_run = [&](CLI::App& command) {
+    command.add_flag("--dry-run", arguments->dry_run, "Tell what would be done, and change nothing");
+  };
+  add_command(
+      app, common, chosen, "recover",
+      "Do now what opening a store does after a crash: apply the commits in its log. A store without log whose last session "
+      "ended without commit is taken as it is: its rows may mix the last commit and later ones",
+      "STORE", "  embermap recover --dry-run tables\n  embermap recover tables", arguments, recover, add_dry_run);
 }
 
 void add_resize(CLI::App& app, Common& common, Action& chosen) {

@@ -30,7 +30,7 @@ Json writer_json(const std::filesystem::path& store) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   const Json nobody{{"held", false}, {"process", nullptr}, {"host", nullptr}};
   if (fd < 0) return errno == ENOENT ? nobody : Json(nullptr);
-  struct flock lock {};
+  struct flock lock{};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
   const bool asked = fcntl(fd, F_OFD_GETLK, &lock) == 0;
@@ -53,7 +53,7 @@ Json writer_json(const std::filesystem::path& store) {
 }
 
 Json size_json(const std::filesystem::path& file) {
-  struct stat status {};
+  struct stat status{};
   if (stat(file.c_str(), &status) != 0) return {{"file_bytes", nullptr}, {"allocated_bytes", nullptr}};
   return {{"file_bytes", static_cast<std::uint64_t>(status.st_size)},
           {"allocated_bytes", static_cast<std::uint64_t>(status.st_blocks) * 512}};

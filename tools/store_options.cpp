@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "base/error.hpp"
+#include "tools/arguments.hpp"
 
 namespace embermap::tools {
 
@@ -21,6 +22,14 @@ void add_store_options(CLI::App& command, Common& common) {
              "--no-direct", [&common] { common.direct = false; }, "Through the page cache")
       ->excludes(direct)
       ->group(group);
+  command
+      .add_option("--durability", common.durability,
+                  "commit (default): all tables at the last commit after a crash; none: faster, for what can be made again")
+      ->type_name("NAME")
+      ->group(group);
+  command.add_option("--log-limit", common.log_limit, "Most bytes of redo log (default: twice the memory, 256MiB to 32GiB)")
+      ->type_name("SIZE")
+      ->group(group);
   command.add_option("--policy", common.policy, "Which pages stay in memory: lru (default), s3fifo")
       ->type_name("NAME")
       ->group(group);
@@ -36,6 +45,12 @@ StoreOptions store_options(const Common& common, StoreOptions::Mode mode) {
   const auto policy = parse_replacement(common.policy);
   if (!policy) throw UsageError(fmt::format("--policy: '{}' is none of lru, s3fifo", printable(common.policy)));
   options.replacement = *policy;
+  try {
+    options.durability = parse_durability(common.durability);
+  } catch (const InvalidArgument& error) {
+    throw UsageError(fmt::format("--durability: {}", error.what()));
+  }
+  if (!common.log_limit.empty()) options.log_limit = parse_size_option("--log-limit", common.log_limit);
   options.direct = common.direct;
   return options;
 }

@@ -24,8 +24,10 @@ from ._errors import (
     ForkError,
     FormatError,
     LockedError,
+    LogFullError,
     NotFoundError,
     RowIdError,
+    StaleError,
     StoreNotFoundError,
 )
 from ._prefetch import Prefetcher
@@ -43,10 +45,12 @@ __all__ = [
     "ForkError",
     "FormatError",
     "LockedError",
+    "LogFullError",
     "NotFoundError",
     "Prefetch",
     "Prefetcher",
     "RowIdError",
+    "StaleError",
     "Store",
     "StoreNotFoundError",
     "Table",

@@ -16,8 +16,10 @@ __all__ = [
     "ForkError",
     "FormatError",
     "LockedError",
+    "LogFullError",
     "NotFoundError",
     "RowIdError",
+    "StaleError",
     "StoreNotFoundError",
 ]
 
@@ -60,6 +62,17 @@ class CorruptError(Error, OSError):
 
 class LockedError(Error, OSError):
     """The store is open for writing elsewhere."""
+
+
+class StaleError(Error, OSError):
+    """A reader asked for rows of a commit that the writer has replaced in the files: refresh()."""
+
+
+class LogFullError(Error, OSError):
+    """More was changed since the last commit than `log_limit` allows, without `autocommit`.
+
+    Nothing of the call that raised it has been done: commit() and call again.
+    """
 
 
 class BudgetError(Error, MemoryError):

@@ -27,6 +27,7 @@ __all__ = ["Store", "open"]
 Mode = Literal["a", "r+", "r"]
 Io = Literal["auto", "io_uring", "threads", "cached"]
 Policy = Literal["lru", "s3fifo"]
+Durability = Literal["commit", "none"]
 
 
 class _Session:
@@ -395,7 +396,9 @@ class Store:
         """What the tables did since the store was opened.
 
         Returns {"memory": the budget, "memory_bytes": what is taken of it now, "tables": {name:
-        Table.stats()}, "total": sums over the tables}. A broken table is left out.
+        Table.stats()}, "total": sums over the tables, "log": the redo log: its limit, bytes that are
+        needed now and pages in them, memory, bytes written since the store was opened and pages
+        moved on to the tables}. A broken table is left out.
         """
         core = self._live
         tables = {}
@@ -405,17 +408,36 @@ class Store:
             except (OSError, ValueError, KeyError):
                 continue  # broken, or removed just now
         total = {key: sum(stats[key] for stats in tables.values()) for key in _SUMMED}
-        taken = total.pop("memory_bytes") + total["io_memory_bytes"]
-        return {"memory": core.memory, "memory_bytes": taken, "tables": tables, "total": total}
+        log = core.log_stats()
+        taken = total.pop("memory_bytes") + total["io_memory_bytes"] + log["memory_bytes"]
+        return {
+            "memory": core.memory,
+            "memory_bytes": taken,
+            "tables": tables,
+            "total": total,
+            "log": log,
+        }
 
     # --- commits ----------------------------------------------------------------------------------
 
     def commit(self) -> int:
-        """Make all changes since the last commit durable.
+        """Make all changes since the last commit durable, of all tables together.
+
+        Other threads go on while the disk is waited for. A failed sync is final: the store takes no
+        writes from then on (CorruptError); opened again it is at the commit before. Other errors, a
+        full disk, change nothing: commit again.
 
         Returns the number of the commit; without changes that of the last one.
         """
         return self._live.commit()
+
+    def refresh(self) -> int:
+        """Bring a store opened with mode "r" to the last commit.
+
+        Tables made since are there, handles of removed ones raise ValueError, and the others show
+        the rows of that commit. Does nothing for a writer. Returns the number of the commit.
+        """
+        return self._live.refresh()
 
     def close(self) -> None:
         """Commit, if the store is writable, and release files, memory and the lock.
@@ -518,6 +540,9 @@ def open(  # noqa: A001
     io: Io = "auto",
     direct: bool | None = None,
     policy: Policy = "lru",
+    durability: Durability = "commit",
+    log_limit: int | str | None = None,
+    autocommit: bool = True,
 ) -> Store:
     """Open a store: a directory of tables.
 
@@ -525,10 +550,10 @@ def open(  # noqa: A001
         path: the directory.
         mode: "a" opens it for reading and writing, and makes it if the path is free or an empty
             directory; "r+" opens one that exists; "r" reads it, without a lock. One process may
-            have a store open for writing, any number for reading. A reader sees the last commit
-            before it opened for as long as no writer changes the store: pages are rewritten in
-            place. Reading one that changed since raises CorruptError, which says so, where
-            `memory` has room for the checksums of pages: open the store again.
+            have a store open for writing, any number for reading. A reader sees the last commit, as
+            a whole, and stays there until `Store.refresh()`: also while a writer is at work, until
+            that has moved the files on to a later commit, which it does every now and then. Rows
+            that are not in memory raise StaleError then.
         memory: bytes, or a text like "8GiB", for all tables together: their hot pages, what is kept
             about each page in memory, look-up tables, page bits and checksums; and a thirty-second
             of it, at most 16 MiB, for pages in flight (scans, imports, appends). Small tables are
@@ -541,8 +566,8 @@ def open(  # noqa: A001
             torch.device; None: host memory only.
         threads: for copies and optimizer steps; 0 takes what the process may use, at most 16.
             I/O has 32 threads of its own.
-        accept_unclean: take the tables as they are after a session that ended while it was writing
-            pages, where they may hold a mix of the last commit and later rows.
+        accept_unclean: take the tables as they are after a session with durability "none" that ended
+            while it was writing pages, where they may hold a mix of the last commit and later rows.
         io: how pages go between files and memory: "io_uring", "threads", "cached"; "auto" chooses
             for each file by a short probe. What the system refuses falls back; `Table.stats()`
             tells what is used and why.
@@ -550,6 +575,17 @@ def open(  # noqa: A001
             allows it.
         policy: which pages stay in memory that is too small for all: "lru", the least recently used
             batches go first, or "s3fifo", which keeps pages used again and again longer.
+        durability: "commit": everything up to a commit, of all tables, or nothing, whatever happens
+            to the process or the machine; opened after a crash, the store is at its last commit.
+            Changed pages are written to a redo log, and once more to the tables later. "none":
+            pages are written to the tables at any time, once; after a crash they may be of different
+            moments, and the store is refused until `accept_unclean`. For what can be made again.
+        log_limit: bytes, or a text, of the redo log: what is changed between two commits may take
+            half of it. None: twice `memory`, at least 256 MiB and at most 32 GiB. It takes disk only
+            as it is used.
+        autocommit: where more than that was changed, commit at the beginning of the call that would
+            change more. False: that call raises LogFullError. A single call that exceeds it is
+            done all the same.
 
     Raises: StoreNotFoundError (a FileNotFoundError; modes "r+" and "r"), FormatError (not a store,
     a newer version, a broken manifest), LockedError (open for writing elsewhere, names the
@@ -561,7 +597,7 @@ def open(  # noqa: A001
         raise ValueError(f'mode must be "a", "r+" or "r", not {mode!r}')
     if direct is not None and not isinstance(direct, bool):
         raise TypeError(f"direct must be True, False or None, not {direct!r}")
-    for value, name in ((io, "io"), (policy, "policy")):
+    for value, name in ((io, "io"), (policy, "policy"), (durability, "durability")):
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a string, not {value!r}")
     number = _device_number(device)
@@ -574,6 +610,9 @@ def open(  # noqa: A001
         io,
         direct,
         policy,
+        durability,
+        0 if log_limit is None else _checks.size(log_limit, "log_limit"),
+        bool(autocommit),
     )
     try:
         core = _core.Store.open(where, *arguments)

@@ -29,7 +29,7 @@ namespace {
 using Kept = PowerLoss::Kept;
 
 // Without a log a store whose pages are ahead of its last commit is refused when it is opened.
-constexpr bool kUncleanEndsAreRefused = true;
+constexpr bool kUncleanEndsAreRefused = false;
 
 constexpr std::uint64_t kMemory = 96U << 10;  // a third of the tables: pages are evicted between commits
 constexpr std::uint64_t kNever = UINT64_MAX;

@@ -249,6 +249,18 @@ int PowerLoss::allocate(int fd, off_t bytes) {
   return FileOps::allocate(fd, bytes);  // seen by nobody: size and content stay
 }
 
+int PowerLoss::deallocate(int fd, off_t offset, off_t bytes) {
+  // A hole is zeros that were written: after a crash it may be there or not.
+  if (FileOps::deallocate(fd, offset, bytes) != 0) return -1;
+  const std::lock_guard lock(mutex_);
+  if (const auto inode = file_of(fd))
+    changes_.push_back({.kind = Kind::kWrite,
+                        .inode = *inode,
+                        .offset = static_cast<std::uint64_t>(offset),
+                        .data = std::string(static_cast<std::size_t>(bytes), '\0')});
+  return 0;
+}
+
 int PowerLoss::uring_setup(unsigned /*entries*/, io_uring* /*ring*/, io_uring_params* /*parameters*/) {
   errno = ENOSYS;
   return -1;

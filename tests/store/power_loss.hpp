@@ -80,6 +80,7 @@ class PowerLoss final : public FileOps {
   int unlink(const char* path) override;
   int rename_new(const char* from, const char* to) override;
   int allocate(int fd, off_t bytes) override;
+  int deallocate(int fd, off_t offset, off_t bytes) override;
   int uring_setup(unsigned entries, struct io_uring* ring,
                   struct io_uring_params* parameters) override;  // refused: not seen here
 

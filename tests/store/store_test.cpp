@@ -246,8 +246,8 @@ TEST_F(StoreTest, BrokenManifestsAreRefusedByName) {
   EXPECT_THAT(refused("{"), HasSubstr("not valid JSON"));
   EXPECT_THAT(refused("[]"), HasSubstr("not an object"));
   EXPECT_THAT(refused("{}"), HasSubstr("format"));
-  EXPECT_THAT(refused(with("\"version\": 1", "\"version\": 2")), HasSubstr("version 2 is newer"));
-  EXPECT_THAT(refused(with("\"version\": 1", "\"version\": \"x\"")), HasSubstr("'version'"));
+  EXPECT_THAT(refused(with("\"version\": 2", "\"version\": 3")), HasSubstr("version 3 is newer"));
+  EXPECT_THAT(refused(with("\"version\": 2", "\"version\": \"x\"")), HasSubstr("'version'"));
   EXPECT_THAT(refused(with("\"rows\": 10", "\"rows\": -10")), HasSubstr("-10"));
   EXPECT_THAT(refused(with("\"rows\": 10", "\"rows\": 18446744073709551615")), HasSubstr("table 't'"));
   EXPECT_THAT(refused(with("\"dim\": 2", "\"dim\": 3")), HasSubstr("stride"));
@@ -368,9 +368,10 @@ TEST_F(StoreTest, RemovedTablesAreGone) {
   store.create("t", {.rows = 11, .dim = 3});
 }
 
-TEST_F(StoreTest, ASessionThatEndedInTheMiddleIsNoticed) {
+TEST_F(StoreTest, WithoutALogASessionThatEndedInTheMiddleIsNoticed) {
   {
-    Store store = open(9000);  // two pages: most changes go to the file before the commit
+    Store store = Store::open(
+        path(), {.memory = 9000, .durability = Durability::kNone});  // two pages: most changes go to the file before the commit
     Table table = store.create("t", {.rows = 1000, .dim = 128, .init = Constant{1}});
     scatter(table, range(0, 100), std::vector<float>(12800, 2));
     store.commit();
@@ -381,7 +382,7 @@ TEST_F(StoreTest, ASessionThatEndedInTheMiddleIsNoticed) {
   EXPECT_THAT(message, HasSubstr("after its last commit (1)"));
   EXPECT_THROW(open(9000, StoreOptions::Mode::kRead), CorruptError);
   {
-    Store store = Store::open(path(), {.memory = 9000, .accept_unclean = true});
+    Store store = Store::open(path(), {.memory = 9000, .durability = Durability::kNone, .accept_unclean = true});
     for (const float value : read_all(store.table("t"))) EXPECT_TRUE(value == 1 || value == 2 || value == 3);
     EXPECT_EQ(store.table("t").verify().bad_pages, 0U);
     store.close();
@@ -463,17 +464,17 @@ TEST_F(StoreTest, CreateThatFailsAnywhereLeavesTheStoreAsItWas) {
     ASSERT_LT(n, 200);
   }
   EXPECT_GT(failures, 5);
-  EXPECT_EQ(snapshot(path()).size(), 6U);  // manifest, lock, two files a table
+  EXPECT_EQ(snapshot(path()).size(), 7U);  // manifest, lock, log, two files a table
 }
 
-TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgainUnlessASyncFailed) {
+TEST_F(StoreTest, WithoutALogACommitThatFailsSaysSoAndCanBeTriedAgainUnlessASyncFailed) {
   FailAt ops;
   int failures = 0, syncs = 0;
   bool succeeded = false;
   for (int n = 0; !succeeded; ++n) {
     ASSERT_LT(n, 100);
     // Two of four pages. Without write-behind, so that the calls come in the same order each time.
-    Store store = Store::open(path(), {.memory = 9000, .write_behind = false, .file_ops = &ops});
+    Store store = Store::open(path(), {.memory = 9000, .write_behind = false, .durability = Durability::kNone, .file_ops = &ops});
     Table table = store.contains("t") ? store.table("t") : store.create("t", {.rows = 1000, .dim = 4});
     const float value = static_cast<float>(n + 1);
     scatter(table, range(0, 1000), std::vector<float>(4000, value));
@@ -501,7 +502,7 @@ TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgainUnlessASyncFail
       EXPECT_THROW(store.close(), CorruptError);
       store.abandon();
       EXPECT_THROW(open(9000), CorruptError) << n;
-      Store::open(path(), {.memory = 9000, .accept_unclean = true}).close();
+      Store::open(path(), {.memory = 9000, .durability = Durability::kNone, .accept_unclean = true}).close();
       continue;
     }
     EXPECT_EQ(table.verify().bad_pages, 0U);
@@ -511,11 +512,60 @@ TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgainUnlessASyncFail
     EXPECT_THROW(open(1 << 20, StoreOptions::Mode::kRead), CorruptError) << n;
     scatter(table, range(0, 1000), std::vector<float>(4000, value));
     store.close();
-    Store again = open(1 << 20);
+    Store again = Store::open(path(), {.memory = 1 << 20, .durability = Durability::kNone});
     EXPECT_EQ(gather(again.table("t"), {999})[0], value) << n;
   }
   EXPECT_GT(failures, 10);
   EXPECT_EQ(syncs, 2) << "of the data and of the page file";
+}
+
+TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgainUnlessASyncFailed) {
+  int failures = 0, syncs = 0;
+  bool succeeded = false;
+  for (int n = 0; !succeeded; ++n) {
+    ASSERT_LT(n, 100);
+    FailAt ops;
+    ops.once = true;
+    std::filesystem::remove_all(path());
+    // Two of four pages. Without write-behind, so that the calls come in the same order each time.
+    Store store = Store::open(path(), {.memory = 9000, .write_behind = false, .file_ops = &ops});
+    Table table = store.create("t", {.rows = 1000, .dim = 4});
+    scatter(table, range(0, 1000), std::vector<float>(4000, 1.0F));
+    store.commit();
+    scatter(table, range(0, 1000), std::vector<float>(4000, 2.0F));
+    ops.left = n;
+    try {
+      EXPECT_EQ(store.commit(), 2U);
+      succeeded = ops.left >= 0;  // no call was left to fail
+    } catch (const IoError&) {
+      ++failures;
+    }
+    ops.left = 1 << 30;
+    EXPECT_EQ(read_all(table), std::vector<float>(4000, 2.0F)) << "rows are there whatever failed";
+    EXPECT_EQ(table.verify().bad_pages, 0U);
+    try {
+      EXPECT_EQ(store.commit(), 2U) << n;
+    } catch (const CorruptError& error) {
+      // The system may have dropped what it could not write: nothing is promised any more.
+      ++syncs;
+      EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
+      EXPECT_THROW(scatter(table, {1}, {1, 2, 3, 4}), CorruptError);
+      EXPECT_THROW(store.close(), CorruptError);
+      store.abandon();
+      Store again = open(9000);
+      // A commit record may be there all the same.
+      const float value = again.commit_number() == 2 ? 2.0F : 1.0F;
+      EXPECT_EQ(read_all(again.table("t")), std::vector<float>(4000, value)) << n;
+      again.close();
+      continue;
+    }
+    store.abandon();
+    Store again = open(1 << 20);
+    EXPECT_EQ(again.commit_number(), 2U);
+    EXPECT_EQ(read_all(again.table("t")), std::vector<float>(4000, 2.0F)) << n;
+  }
+  EXPECT_GT(failures, 4);
+  EXPECT_GE(syncs, 2) << "of the pages and of the commit record";
 }
 
 // Every call of a resize fails once: the session goes on with a whole table, and so does one that opens it after a crash at that
@@ -572,7 +622,7 @@ TEST_P(ResizeFaults, LeaveAWholeTable) {
       check(again.table("t"));
       EXPECT_EQ(again.table("t").verify().bad_pages, 0U) << n;
       again.close();
-      EXPECT_EQ(snapshot(path()).size(), 4U) << "manifest, lock and two files";
+      EXPECT_EQ(snapshot(path()).size(), 5U) << "manifest, lock, log and two files";
     }
   }
 }
@@ -700,7 +750,7 @@ TEST_P(AppendFaults, LeaveTheTableAsItWas) {
     check(again.table("t"), succeeded || again.table("t").rows() != before ? before + count : before);
     EXPECT_EQ(again.table("t").verify().bad_pages, 0U) << failures;
     again.close();
-    EXPECT_EQ(snapshot(path()).size(), 4U) << "manifest, lock and two files";
+    EXPECT_EQ(snapshot(path()).size(), 5U) << "manifest, lock, log and two files";
     failures += !succeeded;
   }
   EXPECT_GT(failures, 10);
@@ -828,22 +878,63 @@ TEST_F(StoreTest, ATableRemovedAfterItsPagesWereWrittenLeavesACleanStore) {
   EXPECT_NO_THROW(open(9000));
 }
 
-TEST_F(StoreTest, AReaderNoticesPagesThatChangedUnderIt) {
+TEST_F(StoreTest, AReaderStaysAtItsCommitAsLongAsTheFilesHaveIt) {
   Store store = open();
   Table table = store.create("t", {.rows = 1000, .dim = 128});
   scatter(table, range(0, 1000), std::vector<float>(128000, 1));
   store.commit();
   Store reader = open(1 << 20, StoreOptions::Mode::kRead);
-  EXPECT_EQ(gather(reader.table("t"), {0})[0], 1.0F);  // page checksums are read with the first rows
+  EXPECT_EQ(gather(reader.table("t"), {0})[0], 1.0F);
   scatter(table, range(0, 1000), std::vector<float>(128000, 2));
+  EXPECT_EQ(gather(reader.table("t"), {500})[0], 1.0F) << "what no commit has is nowhere to be seen";
   store.commit();
-  EXPECT_THAT(message_of<CorruptError>([&] { (void)gather(reader.table("t"), {999}); }), HasSubstr("open it again"));
+  EXPECT_EQ(gather(reader.table("t"), {900})[0], 1.0F) << "a later commit is in the log";
   EXPECT_EQ(gather(open(1 << 20, StoreOptions::Mode::kRead).table("t"), {999})[0], 2.0F);
+  table.verify();  // applies what is committed
+  EXPECT_THAT(message_of<StaleError>([&] { (void)gather(reader.table("t"), {999}); }),
+              HasSubstr("commit 2; this reader is at commit 1"));
+  Table handle = reader.table("t");
+  store.create("u", {.rows = 3, .dim = 2, .init = Constant{4}});
+  EXPECT_EQ(reader.refresh(), 2U);
+  EXPECT_EQ(gather(handle, {999})[0], 2.0F);
+  EXPECT_EQ(gather(reader.table("u"), {2}), (std::vector<float>{4, 4}));
+  store.remove("t");
+  store.close();
+  EXPECT_EQ(reader.refresh(), 2U);
+  EXPECT_THROW(gather(handle, {0}), ClosedError);
+  EXPECT_EQ(reader.tables(), std::vector<std::string>{"u"});
+}
+
+TEST_F(StoreTest, AReaderFollowsFilesThatGetItsOwnCommit) {
+  Store store = open(9000);  // pages leave memory before the commit
+  Table table = store.create("t", {.rows = 1000, .dim = 128, .init = Constant{3}});
+  scatter(table, range(0, 600), std::vector<float>(600 * 128, 1));
+  store.commit();
+  table.verify();
+  scatter(table, range(300, 800), std::vector<float>(500 * 128, 2));
+  store.commit();
+  Store reader = open(9000, StoreOptions::Mode::kRead);
+  const auto expect = [&](float last) {
+    EXPECT_EQ(gather(reader.table("t"), {0, 299, 300, 799, 800})[0], 1.0F);
+    EXPECT_EQ(gather(reader.table("t"), {300})[0], 2.0F);
+    EXPECT_EQ(gather(reader.table("t"), {799})[127], last);
+    EXPECT_EQ(gather(reader.table("t"), {800})[0], 3.0F);
+  };
+  expect(2.0F);
+  table.verify();  // what was in the log is in the files, and the log begins anew
+  expect(2.0F);
+  scatter(table, {799}, std::vector<float>(128, 9.0F));
+  store.commit();
+  expect(2.0F);
+  store.close();
+  EXPECT_THROW(read_all(reader.table("t")), StaleError);
+  reader.refresh();
+  expect(9.0F);
 }
 
 TEST_F(StoreTest, AReaderCanTakeAnUncleanStoreAsItIs) {
   {
-    Store store = open(9000);
+    Store store = Store::open(path(), {.memory = 9000, .durability = Durability::kNone});
     Table table = store.create("t", {.rows = 1000, .dim = 128});
     scatter(table, range(0, 1000), std::vector<float>(128000, 1));
     store.commit();
