@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -83,11 +84,11 @@ struct State {
   std::string what;
 };
 
-std::string compare_field(Table table, std::string_view field, const std::vector<float>& wanted) {
+std::string compare_field(const Table& table, std::string_view field, const std::vector<float>& wanted) {
   const std::vector<float> found = read_all(table, field);
   if (found.size() != wanted.size()) return "another size";
   for (std::size_t i = 0; i < found.size(); ++i)
-    if (std::memcmp(&found[i], &wanted[i], sizeof(float)) != 0)
+    if (std::bit_cast<std::uint32_t>(found[i]) != std::bit_cast<std::uint32_t>(wanted[i]))
       return fmt::format("{} of row {} of table '{}' is {}, not {}", field, i / table.dim(), table.name(), found[i], wanted[i]);
   return {};
 }
@@ -339,7 +340,7 @@ class CrashTest : public ::testing::Test {
   TemporaryDirectory directory_{memory_folder()};
   Tally tally_;
   std::string changes_;  // of the session, a line each
-  ~CrashTest() override { std::printf("%s\n", tally_.text().c_str()); }
+  void TearDown() override { std::printf("%s\n", tally_.text().c_str()); }
 
   std::filesystem::path live() const { return directory_ / "live"; }
   std::filesystem::path disk() const { return directory_ / "disk"; }

@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -107,7 +108,7 @@ class PowerLoss final : public FileOps {
   };
   struct Entry {
     std::string folder, name;
-    auto operator<=>(const Entry&) const = default;
+    bool operator<(const Entry& other) const { return std::tie(folder, name) < std::tie(other.folder, other.name); }
   };
   using Identity = std::pair<std::uint64_t, std::uint64_t>;  // device and inode number
 
