@@ -103,11 +103,11 @@ class Prefetch {
 // A handle; copies name the same table. Stays valid after the store is closed or the table removed, and then throws ClosedError.
 //
 // Thread safety: all members may be called from several threads. gather, read and the reading of pages for any call run side by
-// side; rows are changed by one call at a time, which no other sees half done. resize, write, materialize and verify run alone,
-// and so does a call that needs more pages than the table has frames. Ids are row numbers in [0, rows()); a bad one throws
-// RowIdError naming the first, before anything is read or changed. Rows of ids given several times: gather repeats them, scatter
-// keeps the last, add and update sum. Data is in host memory unless it says "device". Calls block on disk reads. Errors: IoError,
-// CorruptError, ReadOnlyError, InvalidArgument (sizes that disagree), DTypeError, ClosedError.
+// side; rows are changed by one call at a time, which no other sees half done (read: page by page). resize, write, materialize
+// and verify run alone, and so does a call that needs more pages than the table has frames. Ids are row numbers in [0, rows());
+// a bad one throws RowIdError naming the first, before anything is read or changed. Rows of ids given several times: gather
+// repeats them, scatter keeps the last, add and update sum. Data is in host memory unless it says "device". Calls block on disk
+// reads. Errors: IoError, CorruptError, ReadOnlyError, InvalidArgument (sizes that disagree), DTypeError, ClosedError.
 class Table {
  public:
   const std::string& name() const;
@@ -160,7 +160,10 @@ class Table {
   void update(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
               CudaStream stream, std::optional<double> lr = {});
 
-  // Consecutive rows [first, first + count) past the hot pages: for scans, import and export; they evict nothing.
+  // Consecutive rows [first, first + count) past the hot pages: for scans, import and export; they evict nothing. Rows of one
+  // page are read at one moment, so no row is torn; a call that changes rows meanwhile does not wait for the whole read, and may
+  // be seen on some pages and not on others. Several steps are read or written at a time, in no order. After a write that failed,
+  // some rows are new and others are not.
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field = "weight");
   void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field = "weight");
 

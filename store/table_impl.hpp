@@ -35,7 +35,8 @@ std::string table_header(const Schema& schema, const Geometry& geometry);
 // Two locks of a table say who may do what: files_ is shared by all that only wants rows, and taken alone by what changes the
 // number of rows, files or memory, or writes past the hot pages; rows_, inside it, is shared by those who copy rows out of frames
 // and taken alone by those who change rows there. A batch holds its pages first and takes rows_ then: it does not wait for the
-// disk with rows_ taken, so that one batch computes while another one reads. A scan shares rows_ from its first page to its last.
+// disk with rows_ taken, so that one batch computes while another one reads. A scan shares rows_ for one step (at most
+// 1 MiB of pages) at a time.
 // A batch that needs several passes takes files_ alone instead: as long as it is between two passes it keeps nobody from giving
 // frames back.
 //
@@ -160,6 +161,15 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // False, and nothing done, if the rows take more pages than there are frames.
   bool gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
   void gather_in_passes(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
+
+  // Calls body(step) for consecutive pages [first_page, end_page) in steps, several at a time on I/O threads (table_scan.cpp).
+  struct ScanStep;
+  void for_steps(std::uint64_t first_page, std::uint64_t end_page, const std::function<void(ScanStep&)>& body);
+  // Of the rows [first, first + count), those on a page: the first one's place in the range and on the page, and how many.
+  struct PageRows {
+    std::uint64_t index, slot, rows;
+  };
+  PageRows rows_of_page(std::uint64_t page, std::uint64_t first, std::uint64_t count) const;
 
   // Fetches `bytes` of every record of the batch, lets `change` work on them, writes them back, and calls `done`.
   void change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,

@@ -1,9 +1,10 @@
 // Consecutive rows, past the hot pages.
 #include <fmt/format.h>
-#include <sys/uio.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <numeric>
 
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
@@ -13,9 +14,14 @@
 namespace embermap {
 namespace {
 
-constexpr std::uint64_t kScanBytes = 8U << 20;  // pages of one step of a scan, where the budget has that much for pages in flight
+constexpr std::uint64_t kScanBytes = 8U << 20;  // pages of one step, where the budget has that much for pages in flight
+// Scans and bulk writes have several steps under way, so that the disk never waits for copies and checksums: a step of half of
+// the budget's share for pages in flight, and the next only when that is done, left a disk a third of its time with nothing to
+// do. Each has a ring of its own; a file has twice as many.
+constexpr std::uint64_t kScanLanes = 8;
+constexpr std::uint64_t kStepBytes = 1U << 20;  // at most
 
-// Scratch for the pages of one step of a scan.
+// Scratch for the pages of one step.
 class ScanBuffer {
  public:
   // For at most `most` pages and `bytes` bytes, but one page at least.
@@ -40,7 +46,63 @@ void check_range(std::string_view name, std::uint64_t first, std::uint64_t count
         fmt::format("rows [{}, +{}) reach past the end of table '{}' with {} rows", first, count, printable(name), rows));
 }
 
+// `rows` pieces of `bytes` bytes, from every `from_stride` bytes to every `to_stride`.
+void copy_records(std::byte* to, std::uint64_t to_stride, const std::byte* from, std::uint64_t from_stride, std::uint64_t rows,
+                  std::uint64_t bytes) {
+  if (to_stride == bytes && from_stride == bytes) {
+    std::memcpy(to, from, rows * bytes);
+    return;
+  }
+  for (std::uint64_t row = 0; row < rows; ++row, to += to_stride, from += from_stride) std::memcpy(to, from, bytes);
+}
+
 }  // namespace
+
+// A step of a scan or a bulk write, in memory of its own.
+struct TableImpl::ScanStep {
+  AlignedBuffer memory;
+  std::vector<std::uint64_t> pages;   // consecutive
+  std::vector<std::uint32_t> frames;  // HotPages::kAbsent for all of them, to be filled in
+  std::vector<PageBuffer> reads, writes;
+  std::byte* page(std::uint64_t index, const Geometry& geometry) const { return memory.data() + index * geometry.page_bytes(); }
+};
+
+// Where the rows of one page lie, in the call's range and in memory.
+TableImpl::PageRows TableImpl::rows_of_page(std::uint64_t page, std::uint64_t first, std::uint64_t count) const {
+  const Geometry& geometry = entry_.geometry;
+  const std::uint64_t page_first = page * geometry.rows_per_page;
+  const std::uint64_t from = std::max(first, page_first);
+  return {.index = from - first,
+          .slot = from - page_first,
+          .rows = std::min(first + count, page_first + geometry.rows_in(page)) - from};
+}
+
+void TableImpl::for_steps(std::uint64_t first_page, std::uint64_t end_page, const std::function<void(ScanStep&)>& body) {
+  const std::uint64_t page_bytes = entry_.geometry.page_bytes();
+  const std::uint64_t room = std::max<std::uint64_t>(core_->transfer_bytes() / page_bytes, 1);
+  const std::uint64_t lanes = std::min(kScanLanes, room);
+  const std::uint64_t each = std::clamp<std::uint64_t>(kStepBytes / page_bytes, 1, room / lanes);
+  std::atomic<std::uint64_t> next{first_page};
+  std::atomic<bool> failed{false};
+  const auto work = [&](std::uint64_t, std::uint64_t) {
+    ScanStep step;
+    while (!failed) {
+      const std::uint64_t first = next.fetch_add(each);
+      if (first >= end_page) return;
+      if (step.memory.size() == 0) step.memory = AlignedBuffer(std::min(each, end_page - first) * page_bytes);
+      step.pages.resize(std::min(each, end_page - first));
+      std::iota(step.pages.begin(), step.pages.end(), first);
+      step.frames.assign(step.pages.size(), HotPages::kAbsent);
+      try {
+        body(step);
+      } catch (...) {
+        failed = true;
+        throw;
+      }
+    }
+  };
+  core_->io.parallel_for(std::min(lanes, ceil_div(end_page - first_page, each)), 1, work);
+}
 
 void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field_name) {
   const auto lock = side_by_side();
@@ -49,57 +111,25 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
   check_range(name_, first, count, geometry.rows);
   check_size(count, out.size(), field.bytes, "room for rows");
   if (count == 0) return;
-  // From the look at what is in memory to the last copy nobody changes rows: what is read from the file beside it is as old.
-  const std::shared_lock reading(rows_);
   keep_checksums();
-  const std::uint64_t end_page = geometry.page_of(first + count - 1) + 1;
   HotPages* const ready = hot_ready_.load(std::memory_order_acquire);
-  // While the pages of one step are read, the rows of the step before are copied out.
-  struct Step {
-    Step(const Geometry& geometry, std::uint64_t most, std::uint64_t bytes) : scratch{geometry, most, bytes} {}
-    ScanBuffer scratch;
-    std::vector<std::uint64_t> pages;
-    std::vector<std::uint32_t> frames;
+  for_steps(geometry.page_of(first), geometry.page_of(first + count - 1) + 1, [&](ScanStep& step) {
+    // From the look at what is in memory to the last copy nobody changes rows: what is read from the file beside it is as old.
+    // Only for one step: a change does not wait for the whole scan.
+    const std::shared_lock reading(rows_);
     std::optional<HotPages::Hold> hold;
-  };
-  const auto copy = [&](Step& step, std::uint64_t begin, std::uint64_t end) {
-    for (std::uint64_t i = begin; i < end; ++i) {
-      const std::byte* memory = step.frames[i] == HotPages::kAbsent ? step.scratch.page(i) : ready->frame(step.frames[i]);
-      const std::uint64_t page_first = step.pages[i] * geometry.rows_per_page;
-      const std::uint64_t from = std::max(first, page_first);
-      const std::uint64_t to = std::min(first + count, page_first + geometry.rows_in(step.pages[i]));
-      std::byte* target = out.data() + (from - first) * field.bytes;
-      const std::byte* source = memory + (from - page_first) * geometry.stride + field.offset;
-      if (field.bytes == geometry.stride) {
-        std::memcpy(target, source, (to - from) * field.bytes);
-        continue;
-      }
-      for (std::uint64_t row = from; row < to; ++row, target += field.bytes, source += geometry.stride)
-        std::memcpy(target, source, field.bytes);
+    if (ready != nullptr) hold.emplace(ready->hold_resident(step.pages, step.frames, Access::kRead));
+    step.reads.clear();
+    for (std::uint64_t i = 0; i < step.pages.size(); ++i)
+      if (step.frames[i] == HotPages::kAbsent) step.reads.push_back({step.pages[i], step.page(i, geometry)});
+    file_->read(step.reads);
+    for (std::uint64_t i = 0; i < step.pages.size(); ++i) {
+      const auto [index, slot, rows] = rows_of_page(step.pages[i], first, count);
+      const std::byte* memory = step.frames[i] == HotPages::kAbsent ? step.page(i, geometry) : ready->frame(step.frames[i]);
+      copy_records(out.data() + index * field.bytes, field.bytes, memory + slot * geometry.stride + field.offset, geometry.stride,
+                   rows, field.bytes);
     }
-  };
-  const std::uint64_t first_page = geometry.page_of(first);
-  const std::uint64_t half = core_->transfer_bytes() / 2;
-  Step steps[2]{Step(geometry, end_page - first_page, half), Step(geometry, end_page - first_page, half)};
-  std::vector<PageBuffer> absent;
-  std::uint64_t page = first_page;
-  for (std::uint64_t number = 0; page < end_page || !steps[(number + 1) % 2].pages.empty(); ++number) {
-    Step& now = steps[number % 2];
-    Step& before = steps[(number + 1) % 2];
-    now.pages.clear();
-    while (now.pages.size() < now.scratch.pages() && page < end_page) now.pages.push_back(page++);
-    now.frames.assign(now.pages.size(), HotPages::kAbsent);
-    if (ready != nullptr) now.hold.emplace(ready->hold_resident(now.pages, now.frames, Access::kRead));
-    absent.clear();
-    for (std::uint64_t i = 0; i < now.pages.size(); ++i)
-      if (now.frames[i] == HotPages::kAbsent) absent.push_back({now.pages[i], now.scratch.page(i)});
-    file_->read(absent, {.count = before.pages.size(),
-                         .grain = 16,
-                         .pool = &core_->compute,
-                         .body = [&](std::uint64_t begin, std::uint64_t end) { copy(before, begin, end); }});
-    before.pages.clear();
-    before.hold.reset();
-  }
+  });
 }
 
 void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field_name) {
@@ -112,44 +142,27 @@ void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const 
   check_size(count, rows.size(), field.bytes, "rows");
   if (count == 0) return;
   keep_checksums();
-  const std::uint64_t end_page = geometry.page_of(first + count - 1) + 1;
-  ScanBuffer scratch(geometry, end_page - geometry.page_of(first), core_->transfer_bytes());
-  std::vector<std::uint64_t> pages;
-  std::vector<std::uint32_t> frames;
-  std::vector<PageBuffer> reads, writes;
-  for (std::uint64_t page = geometry.page_of(first); page < end_page; page += pages.size()) {
-    pages.clear();
-    while (pages.size() < scratch.pages() && page + pages.size() < end_page) pages.push_back(page + pages.size());
-    frames.assign(pages.size(), HotPages::kAbsent);
+  for_steps(geometry.page_of(first), geometry.page_of(first + count - 1) + 1, [&](ScanStep& step) {
     std::optional<HotPages::Hold> hold;
-    if (hot_) hold.emplace(hot_->hold_resident(pages, frames, Access::kWrite));
-    const auto from_of = [&](std::uint64_t i) { return std::max(first, pages[i] * geometry.rows_per_page); };
-    const auto to_of = [&](std::uint64_t i) {
-      return std::min(first + count, pages[i] * geometry.rows_per_page + geometry.rows_in(pages[i]));
-    };
-    reads.clear();
-    writes.clear();
-    for (std::uint64_t i = 0; i < pages.size(); ++i) {
-      if (frames[i] != HotPages::kAbsent) continue;
-      writes.push_back({pages[i], scratch.page(i)});
+    if (hot_) hold.emplace(hot_->hold_resident(step.pages, step.frames, Access::kWrite));
+    step.reads.clear();
+    step.writes.clear();
+    for (std::uint64_t i = 0; i < step.pages.size(); ++i) {
+      if (step.frames[i] != HotPages::kAbsent) continue;
+      step.writes.push_back({step.pages[i], step.page(i, geometry)});
       // A page whose records are replaced as a whole need not be read.
-      if (field.bytes != geometry.stride || to_of(i) - from_of(i) != geometry.rows_in(pages[i]))
-        reads.push_back({pages[i], scratch.page(i)});
+      if (field.bytes != geometry.stride || rows_of_page(step.pages[i], first, count).rows != geometry.rows_in(step.pages[i]))
+        step.reads.push_back(step.writes.back());
     }
-    file_->read(reads);
-    for (std::uint64_t i = 0; i < pages.size(); ++i) {
-      std::byte* memory = frames[i] == HotPages::kAbsent ? scratch.page(i) : hot_->frame(frames[i]);
-      const std::byte* source = rows.data() + (from_of(i) - first) * field.bytes;
-      std::byte* target = memory + geometry.slot_of(from_of(i)) * geometry.stride + field.offset;
-      if (field.bytes == geometry.stride) {
-        std::memcpy(target, source, (to_of(i) - from_of(i)) * field.bytes);
-        continue;
-      }
-      for (std::uint64_t row = from_of(i); row < to_of(i); ++row, source += field.bytes, target += geometry.stride)
-        std::memcpy(target, source, field.bytes);
+    file_->read(step.reads);
+    for (std::uint64_t i = 0; i < step.pages.size(); ++i) {
+      const auto [index, slot, number] = rows_of_page(step.pages[i], first, count);
+      std::byte* memory = step.frames[i] == HotPages::kAbsent ? step.page(i, geometry) : hot_->frame(step.frames[i]);
+      copy_records(memory + slot * geometry.stride + field.offset, geometry.stride, rows.data() + index * field.bytes,
+                   field.bytes, number, field.bytes);
     }
-    file_->write(writes);
-  }
+    file_->write(step.writes);
+  });
   rows_written_ += count;
 }
 

@@ -413,6 +413,9 @@ class Table:
     ) -> Any:
         """Copy the rows [start, stop) out, past the hot pages: for scans, which evict nothing.
 
+        Rows of one page are of one moment, so none is torn; a change made by another thread
+        meanwhile does not wait for the whole read, and may be seen on some pages and not on others.
+
         Args:
             start, stop: row numbers, 0 <= start <= stop <= rows; stop=None is the end.
             field: "weight" or a state field of the optimizer.

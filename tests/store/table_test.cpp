@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <cmath>
+#include <fstream>
 #include <numeric>
 #include <thread>
 
@@ -241,27 +243,28 @@ TEST_F(TableTest, AddsFromSeveralThreadsAreAllThere) {
 }
 
 // Whole pages, which are replaced without having been read: until then the file has the rows before.
-TEST_F(TableTest, ScansSeeAllOfAScatterOrNothing) {
+TEST_F(TableTest, ScansSeeOfAScatterAllRowsOfAPageOrNone) {
   for (const std::uint64_t memory : {192ULL << 10, 4ULL << 20}) {
     SCOPED_TRACE(memory);
     Store store = open(memory);
-    constexpr std::uint64_t kRows = 16, kGroups = 8;  // a group: 16 pages of one row
-    Table table = store.create("t", {.rows = kRows * kGroups, .dim = 1024});
+    constexpr std::uint64_t kDim = 64, kPageRows = 16, kRows = 16 * kPageRows, kGroups = 8;  // a group: 16 pages
+    Table table = store.create("t", {.rows = kRows * kGroups, .dim = kDim});
+    ASSERT_EQ(table.geometry().rows_per_page, kPageRows);
     for (std::uint64_t group = 0; group < kGroups; ++group) {
       std::vector<std::int64_t> ids(kRows);
       std::iota(ids.begin(), ids.end(), static_cast<std::int64_t>(group * kRows));
       std::atomic<bool> stop{false};
       std::atomic<int> torn{0};
       std::thread reader([&] {
-        std::vector<float> rows(kRows * 1024);
+        std::vector<float> rows(kRows * kDim);
         while (!stop) {
           table.read(group * kRows, kRows, std::as_writable_bytes(std::span(rows)));
-          for (std::uint64_t row = 1; row < kRows; ++row)
-            if (rows[row * 1024] != rows[0]) ++torn;
+          for (std::uint64_t row = 0; row < kRows; ++row)
+            if (rows[row * kDim] != rows[row / kPageRows * kPageRows * kDim]) ++torn;
         }
       });
       for (int i = 1; i <= 20; ++i) {
-        const std::vector<float> values(kRows * 1024, static_cast<float>(i));
+        const std::vector<float> values(kRows * kDim, static_cast<float>(i));
         table.scatter(ids, std::as_bytes(std::span(values)));
         // Pushes the group out, where it can be.
         std::vector<std::int64_t> others(kRows * 2);
@@ -275,6 +278,60 @@ TEST_F(TableTest, ScansSeeAllOfAScatterOrNothing) {
     store.remove("t");
     store.close();
   }
+}
+
+// Reads as slow as a disk's.
+class SlowReads final : public FileOps {
+ public:
+  std::atomic<bool> slow{false};
+  std::atomic<int> begun{0};
+  ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
+    if (slow) {
+      ++begun;
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    return FileOps::pread(fd, buffer, bytes, offset);
+  }
+};
+
+TEST_F(TableTest, ChangesDoNotWaitForAWholeScan) {
+  SlowReads ops;
+  Store store = Store::open(path(), {.memory = 1 << 20, .threads = 2, .file_ops = &ops});  // eight steps of a page at a time
+  Table table = store.create("t", {.rows = 400, .dim = 1024});
+  const std::vector<float> ones(400 * 1024, 1);
+  table.write(0, 400, std::as_bytes(std::span(ones)));
+  scatter(table, {0}, std::vector<float>(1024, 2));
+  ops.slow = true;
+  constexpr int kReads = 399;  // row 0 is in memory
+  std::vector<float> rows;
+  std::thread scan([&] { rows = read_all(table); });
+  int changes = 0;  // that were done while the scan still had pages to read
+  while (ops.begun < kReads) {
+    const bool under_way = ops.begun > 0;
+    scatter(table, {0}, std::vector<float>(1024, 3));
+    if (under_way && ops.begun < kReads) ++changes;
+  }
+  scan.join();
+  EXPECT_GE(changes, 5);
+  EXPECT_TRUE(rows[0] == 2 || rows[0] == 3);
+  for (std::size_t i = 1024; i < rows.size(); ++i) ASSERT_EQ(rows[i], 1) << i;
+}
+
+TEST_F(TableTest, AScanOrAWriteWithABadPageSaysSoAndTheNextOneWorks) {
+  Store store = open(1 << 20);
+  Table table = store.create("t", {.rows = 400, .dim = 1024});
+  const std::vector<float> ones(400 * 1024, 1);
+  table.write(0, 400, std::as_bytes(std::span(ones)));
+  store.commit();
+  const auto at = static_cast<off_t>(table.geometry().offset_of(200));
+  {
+    std::fstream file(table.file(), std::ios::binary | std::ios::in | std::ios::out);
+    file.seekp(at);
+    file.write("damage", 6);
+  }
+  EXPECT_THAT(message_of<CorruptError>([&] { (void)read_all(table); }), testing::HasSubstr("page 200 (rows 200 to 200)"));
+  table.write(0, 400, std::as_bytes(std::span(ones)));
+  EXPECT_EQ(read_all(table), ones);
 }
 
 TEST_F(TableTest, EveryDTypeKeepsItsBits) {
