@@ -19,7 +19,9 @@ constexpr std::uint64_t kScanBytes = 8U << 20;  // pages of one step, where the 
 // the budget's share for pages in flight, and the next only when that is done, left a disk a third of its time with nothing to
 // do. Each has a ring of its own; a file has twice as many.
 constexpr std::uint64_t kScanLanes = 8;
-constexpr std::uint64_t kStepBytes = 1U << 20;  // at most
+constexpr std::uint64_t kBouncedLanes = 2;       // where a ring has a MiB to bounce pages that direct I/O cannot move as they are
+constexpr std::uint64_t kLaneBytes = 64U << 10;  // of the share for each lane at least: a ring takes 13 KiB beside
+constexpr std::uint64_t kStepBytes = 1U << 20;   // at most
 
 // Scratch for the pages of one step.
 class ScanBuffer {
@@ -80,7 +82,10 @@ TableImpl::PageRows TableImpl::rows_of_page(std::uint64_t page, std::uint64_t fi
 void TableImpl::for_steps(std::uint64_t first_page, std::uint64_t end_page, const std::function<void(ScanStep&)>& body) {
   const std::uint64_t page_bytes = entry_.geometry.page_bytes();
   const std::uint64_t room = std::max<std::uint64_t>(core_->transfer_bytes() / page_bytes, 1);
-  const std::uint64_t lanes = std::min(kScanLanes, room);
+  const bool bounced = page_bytes % kDirectAlignment != 0 || entry_.geometry.data_offset % kDirectAlignment != 0;
+  const std::uint64_t most =
+      std::clamp<std::uint64_t>(core_->transfer_bytes() / kLaneBytes, 1, bounced ? kBouncedLanes : kScanLanes);
+  const std::uint64_t lanes = std::min(most, room);
   const std::uint64_t each = std::clamp<std::uint64_t>(kStepBytes / page_bytes, 1, room / lanes);
   std::atomic<std::uint64_t> next{first_page};
   std::atomic<bool> failed{false};

@@ -296,7 +296,7 @@ class SlowReads final : public FileOps {
 
 TEST_F(TableTest, ChangesDoNotWaitForAWholeScan) {
   SlowReads ops;
-  Store store = Store::open(path(), {.memory = 1 << 20, .threads = 2, .file_ops = &ops});  // eight steps of a page at a time
+  Store store = Store::open(path(), {.memory = 128 << 10, .threads = 2, .file_ops = &ops});  // steps of a page
   Table table = store.create("t", {.rows = 400, .dim = 1024});
   const std::vector<float> ones(400 * 1024, 1);
   table.write(0, 400, std::as_bytes(std::span(ones)));
