@@ -946,12 +946,12 @@ TEST_F(StoreTest, AReaderCanTakeAnUncleanStoreAsItIs) {
   for (const float value : gather(reader.table("t"), range(0, 1000))) ASSERT_TRUE(value == 1 || value == 2);
 }
 
-// Writes the first half of what it is given, and then fails.
+// When told to, writes the first half of what one call is given, and fails.
 class HalfWrites final : public FileOps {
  public:
   std::atomic<bool> fail{false};
   ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
-    if (!fail) return FileOps::pwrite(fd, buffer, bytes, offset);
+    if (!fail.exchange(false)) return FileOps::pwrite(fd, buffer, bytes, offset);
     if (FileOps::pwrite(fd, buffer, bytes / 2, offset) < 0) return -1;
     return errno = EIO, -1;
   }
