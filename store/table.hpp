@@ -89,7 +89,8 @@ class Prefetch {
   Prefetch() = default;  // one that has ended
   // What has not been asked of the disk yet is not read any more. Returns at once.
   void cancel() noexcept;
-  // True once it has ended: read, given up, or failed. Waits at most `timeout` (nullopt: until then).
+  // True once it has ended: read, given up, or failed. Waits at most `timeout` (nullopt: until then). From then on it waits for
+  // no room in memory: pages that were read for other batches may have to go.
   bool wait(std::optional<std::chrono::nanoseconds> timeout = {}) const;
   bool done() const;
 
@@ -145,9 +146,12 @@ class Table {
   // replaces the optimizer's learning rate for this step alone. Without ids nothing happens, and step() does not count.
   void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
               std::optional<double> lr = {});
-  // Reads pages of these rows, on a thread of the store's, while the caller goes on: at most half of the frames, and only the
-  // newest four calls wait (the oldest is given up for a new one). A hint: errors in reading are met again, and reported, by the
-  // call that needs the rows. Bad ids are refused at once; ids that nobody asks for afterwards only cost their reads.
+  // Reads pages of these rows, on a thread of the store's, while the caller goes on. Calls are served in their order. Pages that
+  // were read and not used yet take at most half of the frames, and keep them until a batch uses them or needs the frames;
+  // further reading waits for room. Pages that nobody wanted do not count any more when 64 other batches have come (more where
+  // many calls are ahead). A hint: errors in reading are met again, and reported, by the call that needs the rows; a call whose
+  // batch comes first reads nothing any more; where 32 calls for a table wait, another one ends at once. Bad ids are refused at
+  // once; ids that nobody asks for afterwards only cost their reads.
   Prefetch prefetch(std::span<const std::int64_t> ids);
 
   // The same with ids and data in device memory of `device`, ordered on `stream`. When they return, the hot pages are no longer

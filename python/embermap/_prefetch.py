@@ -166,19 +166,20 @@ class HintServer:
 
 
 class _Sender:
-    """A worker's way to the training process: a thread sends, the newest batches wait for it."""
+    """A worker's way to the training process: a thread sends, some batches wait for it."""
 
     def __init__(self, address: str) -> None:
         self.process = os.getpid()
         self._address = address
-        self._waiting: deque[bytes] = deque(maxlen=_MOST_WAITING)  # drops the oldest by itself
+        self._waiting: deque[bytes] = deque()
         self._ready = threading.Event()
         self._gone = False
         self._thread = threading.Thread(target=self._send, name="embermap-prefetch", daemon=True)
         self._thread.start()
 
     def add(self, message: bytes) -> None:
-        if not self._gone:
+        # The oldest are needed first: where too many wait, the newest is dropped.
+        if not self._gone and len(self._waiting) < _MOST_WAITING:
             self._waiting.append(message)
             self._ready.set()
 

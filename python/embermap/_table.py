@@ -310,9 +310,15 @@ class Table:
     def prefetch(self, ids: Any) -> Prefetch:
         """Read the pages of these rows into memory, for a batch to come, while the caller goes on.
 
-        A hint: at most half of the table's frames are filled, only the 4 newest calls of a store
-        wait for their turn, and errors while reading are dropped: the call that needs the rows
-        meets them again. Ids that turn out not to be used cost the reading of their pages, no more.
+        Calls are served in their order. Pages that were read and not used yet take at most half of
+        the table's frames and keep them until a batch uses them or needs the frames; further
+        reading waits for room, which batches make by using their pages. It does not wait for pages
+        that nobody wanted: those are given up when 64 other batches (or more, where many calls are
+        ahead) have come.
+
+        A hint: errors while reading are dropped, the call that needs the rows meets them again; a
+        call whose batch comes first reads nothing any more; and where 32 calls for a table wait,
+        further ones end at once. Ids that turn out not to be used cost the reading of their pages.
 
         Returns a handle, which may be ignored. Raises: RowIdError, TypeError.
         """
@@ -345,7 +351,7 @@ class Table:
             for ids in loader:
                 rows = items.gather(ids)
 
-        Calls never wait: where ids come faster than they can be sent, the oldest are dropped. In
+        Calls never wait: where ids come faster than they can be sent, the newest are dropped. In
         this process (num_workers=0) a call is `prefetch`. Bad ids raise RowIdError where they are
         given; rows are counted when the prefetcher is made, so make it after a resize. When the
         store is closed or this process ends, calls in workers do nothing. Linux only.
@@ -681,7 +687,8 @@ class Prefetch:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has ended, at most `timeout` seconds; whether it has.
 
-        It ends when its pages are read, and also when it is cancelled, given up or fails.
+        It ends when its pages are read, and also when it is cancelled, given up or fails. From now
+        on it waits for no room: pages that were read for other batches may have to go.
         """
         return self._core.wait(None if timeout is None else _checks.number(timeout, "timeout"))
 
