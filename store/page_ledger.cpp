@@ -323,12 +323,19 @@ void PageLedger::resize(std::uint64_t pages) {
   const std::uint64_t old_pages = pages_;
   if (sums_offset_for(pages) <= sums_offset_) {
     flush_locked();
-    // The header never promises more pages than the file has room for. What is cut off is gone for good, also when it comes back.
-    if (pages > old_pages) file_.resize(sums_offset_ + checksum_bytes(pages));
+    // The header never promises more pages than the file has room for, on the disk as well: each step is durable before the next.
+    // What is cut off is gone for good, also when it comes back.
+    if (pages > old_pages) {
+      file_.resize(sums_offset_ + checksum_bytes(pages));
+      file_.sync();
+    }
     pages_ = pages;
     write_header(file_);
-    file_.resize(sums_offset_ + checksum_bytes(pages));
     file_.sync();
+    if (pages < old_pages) {
+      file_.resize(sums_offset_ + checksum_bytes(pages));
+      file_.sync();
+    }
   } else {
     Header header = make_header(flags_, pages, sums_offset_for(pages));
     const std::uint64_t room = header.sums_offset - kHeaderBytes;

@@ -525,8 +525,12 @@ void RedoLog::begin_anew() {
     const std::lock_guard lock(mutex_);
     head_ = epoch_ = committed_ = kLogStart;
   }
-  file_.resize(kLogStart);
-  file_bytes_ = kLogStart;
+  try {
+    file_.resize(kLogStart);
+    file_bytes_ = kLogStart;
+  } catch (const IoError&) {
+    // What is left are records of another life of the log.
+  }
 }
 
 void RedoLog::stop() noexcept {

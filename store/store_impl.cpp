@@ -719,6 +719,7 @@ std::uint64_t Store::Impl::commit_still(bool even_unchanged) {
 }
 
 std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_unchanged) {
+  if (core_->log) core_->log->check_usable();  // also where nothing changed since a commit that failed: it is no commit
   // The mark counts as a change: pages were written that no manifest knows of, be it by a commit that failed or in a table
   // removed since.
   bool changed = even_unchanged || core_->mark.is_set();
@@ -814,14 +815,16 @@ void Store::Impl::grow_logged(TableImpl& table, std::uint64_t rows, std::span<co
                               const std::map<std::string, MemoryShare>& shares_before) {
   const std::uint64_t before = table.rows();
   core_->log->apply_all();
+  bool prepared = false;
   try {
     table.grow(rows);
     if (!weights.empty()) table.fill(before, weights);
     set_shares(shares);
+    prepared = true;
     commit_still(/*even_unchanged=*/true);
   } catch (...) {
     // A commit whose record could not be written may be on the disk all the same: the table stays as it has it.
-    if (table.rows() == rows && !core_->log->uncommitted(table.id())) throw;
+    if (prepared && !core_->log->uncommitted(table.id())) throw;
     core_->log->roll_back();
     try {
       table.undo_grow(before, /*files=*/!core_->log->broken());
@@ -839,11 +842,13 @@ void Store::Impl::shrink_logged(TableImpl& table, std::uint64_t rows) {
   manifest.tables.at(table.name()).geometry.rows = rows;
   const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
   core_->log->apply_all();
+  bool prepared = false;
   try {
     table.cut(rows);
+    prepared = true;
     commit_still(/*even_unchanged=*/true);
   } catch (...) {
-    if (table.rows() == rows && !core_->log->uncommitted(table.id())) throw;  // as in grow_logged()
+    if (prepared && !core_->log->uncommitted(table.id())) throw;  // as in grow_logged()
     core_->log->roll_back();
     table.undo_cut(before);
     throw;

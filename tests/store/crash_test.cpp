@@ -531,7 +531,7 @@ class CrashTest : public ::testing::Test {
 
 TEST_F(CrashTest, EveryMomentOfASessionLeavesACommit) {
   const std::uint64_t runs = setting("EMBERMAP_CRASH_RUNS", 2), first = setting("EMBERMAP_CRASH_FIRST", 0);
-  const std::uint64_t points = setting("EMBERMAP_CRASH_POINTS", 60), seeds = setting("EMBERMAP_CRASH_SEEDS", 2);
+  const std::uint64_t points = setting("EMBERMAP_CRASH_POINTS", 20), seeds = setting("EMBERMAP_CRASH_SEEDS", 2);
   std::uint64_t evicted = 0;
   for (std::uint64_t run = first; run < first + runs; ++run) {
     std::filesystem::remove_all(live());
@@ -563,7 +563,7 @@ TEST_F(CrashTest, EveryMomentOfASessionLeavesACommit) {
 // A call fails, the session goes on as it can, and power is lost later.
 TEST_F(CrashTest, AFailedCallLosesNoCommit) {
   using Fault = PowerLoss::Fault;
-  const std::uint64_t tries = setting("EMBERMAP_CRASH_POINTS", 60) / 2;
+  const std::uint64_t tries = setting("EMBERMAP_CRASH_POINTS", 20) / 2;
   std::mt19937_64 random(setting("EMBERMAP_CRASH_FIRST", 0));
   std::uint64_t failed = 0;
   for (std::uint64_t run = 0; run < tries; ++run) {

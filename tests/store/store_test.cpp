@@ -258,7 +258,7 @@ TEST_F(StoreTest, BrokenManifestsAreRefusedByName) {
   EXPECT_THAT(refused(with("\"page_bytes\": 4096", "\"page_bytes\": 5")), HasSubstr("page size 5"));
   EXPECT_THAT(refused(with("\"t\": {", "\"../t\": {")), HasSubstr("cannot name a table"));
   const auto unfinished = [&](const std::string& value) {
-    return refused(with("\"version\": 1", "\"version\": 1, \"unfinished\": " + value));
+    return refused(with("\"version\": 2", "\"version\": 2, \"unfinished\": " + value));
   };
   EXPECT_THAT(unfinished("3"), HasSubstr("no array"));
   EXPECT_THAT(unfinished("[3]"), HasSubstr("no file of a table"));
@@ -710,7 +710,7 @@ TEST_P(AppendFaults, LeaveTheTableAsItWas) {
   };
   int failures = 0;
   for (bool succeeded = false; !succeeded;) {
-    ASSERT_LT(failures, 200);
+    ASSERT_LT(failures, 800);
     std::filesystem::remove_all(path());
     {
       Store store = Store::open(path(), {.memory = 1 << 20, .file_ops = &ops});
@@ -728,11 +728,16 @@ TEST_P(AppendFaults, LeaveTheTableAsItWas) {
       }
       if (!once && !succeeded) store.abandon();  // with every call failing still: as a crash would leave it
       ops.left = 1 << 30;
+      // A commit whose record could not be made durable may count, and the store takes no more writes then.
+      const bool doubtful = !succeeded && once && table.rows() != before;
+      if (doubtful) {
+        EXPECT_THROW(table.resize(before), CorruptError) << failures;
+      }
       if (once || succeeded) {
-        check(table, succeeded ? before + count : before);
+        check(table, succeeded || doubtful ? before + count : before);
         EXPECT_EQ(table.verify().bad_pages, 0U) << failures;
         try {
-          if (!succeeded) {
+          if (!succeeded && !doubtful) {
             table.resize(before + count + 3);  // nothing is left of what was undone
             EXPECT_EQ(gather(table, {static_cast<std::int64_t>(before)})[0], 5.0F);
             EXPECT_EQ(gather(table, {static_cast<std::int64_t>(before + count) + 2})[0], 5.0F);
@@ -746,7 +751,7 @@ TEST_P(AppendFaults, LeaveTheTableAsItWas) {
       }
     }
     Store again = Store::open(path(), {.memory = 1 << 20, .accept_unclean = true});
-    // A manifest that was replaced before the sync of its folder failed may count.
+    // So may a commit that is in doubt.
     check(again.table("t"), succeeded || again.table("t").rows() != before ? before + count : before);
     EXPECT_EQ(again.table("t").verify().bad_pages, 0U) << failures;
     again.close();
