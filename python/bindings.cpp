@@ -301,6 +301,40 @@ bool wait_for(const Prefetch& prefetch, std::optional<double> timeout) {
   }
 }
 
+nb::list ranges_of(const std::vector<PageRange>& ranges) {
+  nb::list out;
+  for (const PageRange& range : ranges) {
+    nb::dict entry;
+    entry["page"] = range.page;
+    entry["pages"] = range.pages;
+    entry["first_row"] = range.first_row;
+    entry["last_row"] = range.last_row;
+    out.append(entry);
+  }
+  return out;
+}
+
+void accept(Table& table, const nb::object& callback) {
+  const Progress progress = progress_of(callback);
+  const nb::gil_scoped_release release;
+  table.accept(progress);
+}
+
+Report repair_from(Table& table, const Table& backup, const nb::object& callback) {
+  RepairReport report;
+  {
+    const Progress progress = progress_of(callback);
+    const nb::gil_scoped_release release;
+    report = table.repair_from(backup, progress);
+  }
+  Report out;
+  out["bad_pages"] = report.bad_pages;
+  out["repaired_pages"] = report.repaired_pages;
+  out["repaired"] = ranges_of(report.repaired);
+  out["left"] = ranges_of(report.left);
+  return out;
+}
+
 Report verify(Table& table, const nb::object& callback) {
   VerifyReport report;
   {
@@ -308,14 +342,7 @@ Report verify(Table& table, const nb::object& callback) {
     const nb::gil_scoped_release release;
     report = table.verify(progress);
   }
-  nb::list bad;
-  for (const auto& range : report.bad) {
-    nb::dict entry;
-    entry["page"] = range.page;
-    entry["first_row"] = range.first_row;
-    entry["last_row"] = range.last_row;
-    bad.append(entry);
-  }
+  const nb::list bad = ranges_of(report.bad);
   Report out;
   out["pages"] = report.pages;
   out["written"] = report.written;
@@ -478,6 +505,8 @@ void bind_table(nb::module_& m) {
           },
           "progress"_a.none())
       .def("verify", &verify, "progress"_a.none())
+      .def("accept", &accept, "progress"_a.none())
+      .def("repair_from", &repair_from, "backup"_a, "progress"_a.none())
       .def("export", &export_rows, "destination"_a, "field"_a, "overwrite"_a, "dtype"_a.none(), "gzip"_a.none(),
            "progress"_a.none())
       .def("stats", &stats_of)

@@ -228,6 +228,14 @@ void PageFile::write(std::span<PageBuffer> pages) {
   write_stored(pages, pieces_of(pages), [&](std::uint64_t page, std::uint32_t checksum) { ledger_.record(page, checksum); });
 }
 
+void PageFile::write_as_stored(std::span<PageBuffer> pages) {
+  if (pages.empty()) return;
+  before_write_();
+  ahead_.store(true);
+  sort_by_page(pages);
+  write_stored(pages, pieces_of(pages), [&](std::uint64_t page, std::uint32_t checksum) { ledger_.record(page, checksum); });
+}
+
 void PageFile::write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded) {
   std::vector<std::uint32_t> checksums(pieces.size());
   compute_.parallel_for(pieces.size(), std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),

@@ -75,6 +75,8 @@ class PageFile final : public LogTarget {
   // Reads pages as the file has them, written or not, in its byte order and unchecked. done(page) is called for each as it
   // arrives, on several threads at once.
   void read_stored(std::span<PageBuffer> pages, const std::function<void(const PageBuffer&)>& done);
+  // The other way round: pages as read_stored() gives them.
+  void write_as_stored(std::span<PageBuffer> pages);
   // Records the checksum of what the file has for a written page now: after its length changed, or to accept it as it is. Where
   // it cannot be read, "none recorded" is what is known about it.
   void seal(std::uint64_t page) { seal(std::span(&page, 1)); }

@@ -1,5 +1,6 @@
 #include "store/page_ledger.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -17,7 +18,8 @@ namespace {
 
 constexpr std::uint64_t kHeaderBytes = 4096;
 constexpr char kMagic[8] = {'E', 'M', 'B', 'P', 'A', 'G', 'E', 'S'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
+constexpr std::uint32_t kVersionWithoutSectorChecksums = 1;
 constexpr std::uint32_t kAdopted = 1;
 constexpr std::size_t kMaxPending = (4U << 20) / 64;  // a map entry takes about 64 bytes
 
@@ -43,8 +45,20 @@ Header make_header(std::uint32_t flags, std::uint64_t pages, std::uint64_t sums_
   return header;
 }
 
-std::uint64_t sums_offset_for(std::uint64_t pages) {
-  return kHeaderBytes + std::bit_ceil(std::max<std::uint64_t>(ceil_div(pages, 8), 4096));
+bool only_zeros(std::span<const std::byte> bytes) {
+  return std::all_of(bytes.begin(), bytes.end(), [](std::byte b) { return b == std::byte{0}; });
+}
+
+bool is_writable(const File& file) {
+  const int flags = ::fcntl(file.fd(), F_GETFL);
+  return flags >= 0 && (flags & O_ACCMODE) == O_RDWR;
+}
+
+// Where the file has data, from `offset` on; nullopt if there is none. `offset` itself where the file system does not tell.
+std::optional<std::uint64_t> next_data(const File& file, std::uint64_t offset) {
+  const off_t data = ::lseek(file.fd(), static_cast<off_t>(offset), SEEK_DATA);
+  if (data >= 0) return static_cast<std::uint64_t>(data);
+  return errno == ENXIO ? std::nullopt : std::optional(offset);
 }
 
 }  // namespace
@@ -56,24 +70,43 @@ PageLedger::Zeroed<T> PageLedger::make_zeroed(std::uint64_t count) {
   return Zeroed<T>(memory);
 }
 
-PageLedger::PageLedger(File file, std::uint64_t pages, std::uint32_t flags)
-    : file_{std::move(file)}, pages_{pages}, flags_{flags}, sums_offset_{sums_offset_for(pages)} {
-  bits_ = make_zeroed<std::uint8_t>(bits_room());
-  dirty_bits_.resize(bits_room() / kBlockBytes);
+PageLedger::PageLedger(File file, std::uint64_t pages, std::uint32_t flags, std::uint32_t version, std::uint64_t sums_offset)
+    : file_{std::move(file)},
+      pages_{pages},
+      flags_{flags},
+      content_{version == kVersion ? kContent : kSectorBytes},
+      sums_offset_{sums_offset} {
+  bits_ = make_zeroed<std::uint8_t>(bits_size());
+  dirty_bits_.resize(ceil_div(bits_size(), kBlockBytes));
+}
+
+std::uint64_t PageLedger::sums_offset_for(std::uint64_t pages, std::uint32_t version) {
+  const std::uint64_t content = version == kVersion ? kContent : kSectorBytes;
+  const std::uint64_t sectors = ceil_div(ceil_div(pages, 8), content);
+  return kHeaderBytes + std::bit_ceil(std::max<std::uint64_t>(sectors * kSectorBytes, 4096));
+}
+
+std::uint64_t PageLedger::file_bytes(std::uint64_t sums_offset, std::uint64_t pages, std::uint32_t version) {
+  const std::uint64_t sums =
+      version == kVersion ? ceil_div(checksum_bytes(pages), kContent) * kSectorBytes : checksum_bytes(pages);
+  return checked_add(sums_offset, sums, "bytes of the page file");
 }
 
 PageLedger::PageLedger(PageLedger&& other) noexcept
     : file_{std::move(other.file_)},
       pages_{other.pages_},
       flags_{other.flags_},
+      content_{other.content_},
       sums_offset_{other.sums_offset_},
+      bad_bits_{std::move(other.bad_bits_)},
+      bad_sums_{std::move(other.bad_sums_)},
       bits_{std::move(other.bits_)},
       dirty_bits_{std::move(other.dirty_bits_)},
       sums_{std::move(other.sums_)},
       dirty_sums_{std::move(other.dirty_sums_)},
       pending_sums_{std::move(other.pending_sums_)} {}
 
-std::uint64_t PageLedger::bits_room() const { return sums_offset_ - kHeaderBytes; }
+std::uint64_t PageLedger::bits_size() const { return (sums_offset_ - kHeaderBytes) / kSectorBytes * content_; }
 
 void PageLedger::write_header(const File& file) const {
   const Header header = make_header(flags_, pages_, sums_offset_);
@@ -81,8 +114,8 @@ void PageLedger::write_header(const File& file) const {
 }
 
 PageLedger PageLedger::create(File file, std::uint64_t pages, bool adopted) {
-  PageLedger ledger(std::move(file), pages, adopted ? kAdopted : 0);
-  ledger.file_.resize(ledger.sums_offset_ + checksum_bytes(pages));
+  PageLedger ledger(std::move(file), pages, adopted ? kAdopted : 0, kVersion, sums_offset_for(pages, kVersion));
+  ledger.file_.resize(file_bytes(ledger.sums_offset_, pages, kVersion));
   ledger.write_header(ledger.file_);
   ledger.file_.sync();
   return ledger;
@@ -90,54 +123,139 @@ PageLedger PageLedger::create(File file, std::uint64_t pages, bool adopted) {
 
 PageLedger PageLedger::open(File file) {
   Header header{};
-  if (file.size() < kHeaderBytes)
-    throw FormatError(file.path(), fmt::format("truncated page file: {} bytes, its header has {}", file.size(), kHeaderBytes));
+  const std::uint64_t size = file.size();
+  if (size < kHeaderBytes)
+    throw FormatError(file.path(), fmt::format("truncated page file: {} bytes, its header has {}", size, kHeaderBytes));
   file.read(0, std::as_writable_bytes(std::span(&header, 1)));
   if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0)
     throw FormatError(file.path(), "not a page file: no magic at byte 0");
-  if (header.version != kVersion)
-    throw FormatError(file.path(),
-                      fmt::format("page file of version {}; this embermap reads version {}", header.version, kVersion));
+  if (header.version != kVersion && header.version != kVersionWithoutSectorChecksums)
+    throw FormatError(file.path(), fmt::format("page file of version {}; this embermap reads versions {} and {}", header.version,
+                                               kVersionWithoutSectorChecksums, kVersion));
   if (header.checksum != header_checksum(header))
     throw FormatError(file.path(), "the page file's header does not match its checksum");
   // What the file could hold at most, before memory is taken for it.
-  if (header.pages / 4 > file.size())
-    throw FormatError(file.path(), fmt::format("truncated page file: {} bytes for {} pages", file.size(), header.pages));
-  PageLedger ledger(std::move(file), header.pages, header.flags);
-  if (header.sums_offset < ledger.sums_offset_ || !std::has_single_bit(header.sums_offset - kHeaderBytes))
-    throw FormatError(ledger.file_.path(), fmt::format("the page file's checksums cannot begin at byte {}", header.sums_offset));
-  const std::uint64_t need = checked_add(header.sums_offset, checksum_bytes(header.pages), "bytes of the page file");
-  if (ledger.file_.size() < need)
-    throw FormatError(ledger.file_.path(), fmt::format("truncated page file: {} of {} bytes", ledger.file_.size(), need));
-  if (header.sums_offset != ledger.sums_offset_) {  // it once held more pages
-    ledger.sums_offset_ = header.sums_offset;
-    ledger.bits_ = make_zeroed<std::uint8_t>(ledger.bits_room());
-    ledger.dirty_bits_.assign(ledger.bits_room() / kBlockBytes, false);
+  if (header.pages > size / 4)
+    throw FormatError(file.path(), fmt::format("truncated page file: {} bytes for {} pages", size, header.pages));
+  if (header.sums_offset > size || header.sums_offset < sums_offset_for(header.pages, header.version) ||
+      !std::has_single_bit(header.sums_offset - kHeaderBytes))
+    throw FormatError(file.path(), fmt::format("the page file's checksums cannot begin at byte {}", header.sums_offset));
+  const std::uint64_t need = file_bytes(header.sums_offset, header.pages, header.version);
+  if (size < need) throw FormatError(file.path(), fmt::format("truncated page file: {} of {} bytes", size, need));
+  const std::filesystem::path path = file.path();
+  try {
+    PageLedger ledger(std::move(file), header.pages, header.flags, header.version, header.sums_offset);
+    ledger.load_bits();
+    if (header.version != kVersion && is_writable(ledger.file_)) ledger.rewrite(header.pages);
+    return ledger;
+  } catch (const std::bad_alloc&) {
+    throw FormatError(path, fmt::format("there is no memory for the bits of its {} pages", header.pages));
   }
-  ledger.load_bits();
-  return ledger;
+}
+
+// ---- sectors ----
+
+void PageLedger::read_sectors(const Region& region, std::uint64_t first, std::uint64_t count, std::byte* out) const {
+  constexpr std::uint64_t kTogether = 2048;
+  std::vector<std::byte> buffer(std::min(count, kTogether) * kSectorBytes);
+  for (std::uint64_t done = 0; done < count;) {
+    const std::uint64_t some = std::min(count - done, kTogether);
+    const std::uint64_t offset = region.offset + (first + done) * kSectorBytes;
+    const auto piece = std::span(buffer).first(some * kSectorBytes);
+    // Version 1 ends inside a sector.
+    const std::uint64_t got = file_.read_some(offset, piece);
+    std::memset(piece.data() + got, 0, piece.size() - got);
+    for (std::uint64_t i = 0; i < some; ++i) {
+      const std::uint64_t sector = first + done + i;
+      const auto whole = piece.subspan(i * kSectorBytes, kSectorBytes);
+      const auto matches = [&] {
+        std::uint32_t recorded = 0;
+        std::memcpy(&recorded, whole.data() + kContent, sizeof recorded);
+        return recorded == sector_checksum(whole.first(kContent), region.offset / kSectorBytes + sector);
+      };
+      if (content_ == kContent && !matches()) {
+        // Another process may have been writing it: once more.
+        file_.read_some(region.offset + sector * kSectorBytes, whole);
+        if (!matches()) region.bad.insert(sector);
+      }
+      const auto content = whole.first(content_);
+      // Zeros are not copied: memory that nobody touched stays so.
+      if (!only_zeros(content)) std::memcpy(out + (done + i) * content_, content.data(), content.size());
+    }
+    done += some;
+  }
+}
+
+void PageLedger::write_sectors(const File& file, std::uint64_t offset, std::uint64_t first, std::span<const std::byte> content) {
+  std::vector<std::byte> buffer(ceil_div(content.size(), kContent) * kSectorBytes);
+  for (std::uint64_t at = 0, sector = 0; at < content.size(); at += kContent, ++sector) {
+    const auto piece = content.subspan(at, std::min<std::uint64_t>(kContent, content.size() - at));
+    const auto whole = std::span(buffer).subspan(sector * kSectorBytes, kSectorBytes);
+    std::memcpy(whole.data(), piece.data(), piece.size());
+    const std::uint32_t sum = sector_checksum(whole.first(kContent), offset / kSectorBytes + first + sector);
+    std::memcpy(whole.data() + kContent, &sum, sizeof sum);
+  }
+  file.write(offset + first * kSectorBytes, buffer);
+}
+
+void PageLedger::write_block(const Region& region, std::uint64_t block, std::span<const std::byte> content) const {
+  const std::uint64_t first = block * kBlockSectors;
+  const auto bad = region.bad.lower_bound(first);
+  if (bad == region.bad.end() || *bad >= first + kBlockSectors) return write_sectors(file_, region.offset, first, content);
+  for (std::uint64_t sector = first; !content.empty(); ++sector) {
+    const auto piece = content.first(std::min<std::uint64_t>(kContent, content.size()));
+    content = content.subspan(piece.size());
+    if (!region.bad.contains(sector)) write_sectors(file_, region.offset, sector, piece);
+  }
+}
+
+void PageLedger::throw_damaged(const Region& region, std::uint64_t sector, std::uint64_t pages_each) const {
+  const std::uint64_t first = sector * pages_each;
+  throw CorruptError(fmt::format(
+      "{}: bytes [{}, +{}) do not match their checksum; they tell {} of pages {} to {}. 'embermap verify' shows what is damaged",
+      printable(file_.path()), region.offset + sector * kSectorBytes, kSectorBytes,
+      &region.bad == &bad_bits_ ? "which were written" : "the checksums", first, std::min(first + pages_each, pages_) - 1));
+}
+
+void PageLedger::check_bit(std::uint64_t page) const {
+  if (!bad_bits_.empty() && bad_bits_.contains(page / pages_of_bits()))
+    throw_damaged(bits_region(), page / pages_of_bits(), pages_of_bits());
+}
+
+void PageLedger::check_sum(std::uint64_t page) const {
+  if (!bad_sums_.empty() && bad_sums_.contains(page / pages_of_sums()))
+    throw_damaged(sums_region(), page / pages_of_sums(), pages_of_sums());
 }
 
 void PageLedger::load_bits() {
-  // Blocks of zeros are not copied: their memory stays untouched.
-  std::vector<std::byte> block(1U << 20);
-  const std::uint64_t bytes = ceil_div(pages_, 8);
-  for (std::uint64_t at = 0; at < bytes; at += block.size()) {
-    const auto piece = std::span(block).first(std::min<std::uint64_t>(block.size(), bytes - at));
-    file_.read(kHeaderBytes + at, piece);
-    for (std::uint64_t i = 0; i < piece.size(); i += kBlockBytes) {
-      const auto part = piece.subspan(i, std::min<std::uint64_t>(kBlockBytes, piece.size() - i));
-      if (std::any_of(part.begin(), part.end(), [](std::byte b) { return b != std::byte{0}; }))
-        std::memcpy(bits_.get() + at + i, part.data(), part.size());
-    }
+  const std::uint64_t end = ceil_div(ceil_div(pages_, 8), content_);
+  constexpr std::uint64_t kTogether = 2048;
+  for (std::uint64_t sector = 0; sector < end; sector += kTogether) {
+    const auto data = next_data(file_, kHeaderBytes + sector * kSectorBytes);
+    if (!data) break;
+    sector = (*data - kHeaderBytes) / kSectorBytes;
+    if (sector >= end) break;
+    read_sectors(bits_region(), sector, std::min(kTogether, end - sector),
+                 reinterpret_cast<std::byte*>(bits_.get()) + sector * content_);
   }
   // What stands behind the last page is nothing to count, nor to find when the table grows.
   if (pages_ % 8 != 0) bits_[pages_ / 8] = static_cast<std::uint8_t>(bits_[pages_ / 8] & ((1U << (pages_ % 8)) - 1));
+  const std::uint64_t used = ceil_div(pages_, 8);
+  std::memset(bits_.get() + used, 0, std::min(end * content_, bits_size()) - used);
+}
+
+void PageLedger::load_sums(std::uint64_t first, std::span<std::uint32_t> out) const {
+  if (out.empty()) return;
+  const std::uint64_t begin = first / pages_of_sums(), end = ceil_div(first + out.size(), pages_of_sums());
+  std::vector<std::uint32_t> sums((end - begin) * pages_of_sums());
+  read_sectors(sums_region(), begin, end - begin, reinterpret_cast<std::byte*>(sums.data()));
+  std::memcpy(out.data(), sums.data() + (first - begin * pages_of_sums()), out.size_bytes());
 }
 
 bool PageLedger::written(std::uint64_t page) const {
   if ((flags_ & kAdopted) != 0) return true;
   const std::lock_guard lock(mutex_);
+  check_bit(page);
   return (bits_[page / 8] >> (page % 8) & 1U) != 0;
 }
 
@@ -169,10 +287,9 @@ std::uint64_t PageLedger::next_checksum(std::uint64_t page) const {
   if (const auto at = pending_sums_.lower_bound(page); at != pending_sums_.end()) next = std::min(next, at->first);
   if (const auto at = dirty_sums_.lower_bound(page / kBlockSums); at != dirty_sums_.end())
     next = std::min(next, std::max(page, at->first * kBlockSums));
-  const auto from = static_cast<off_t>(sums_offset_ + page * 4);
-  const off_t data = ::lseek(file_.fd(), from, SEEK_DATA);
-  if (data < 0) return errno == ENXIO ? next : page;  // nothing but a hole to the end; or no such question here
-  return std::min(next, (static_cast<std::uint64_t>(data) - sums_offset_) / 4);
+  const auto data = next_data(file_, sums_offset_ + page / pages_of_sums() * kSectorBytes);
+  if (!data) return next;  // nothing but a hole to the end
+  return std::min(next, std::max(page, (*data - sums_offset_) / kSectorBytes * pages_of_sums()));
 }
 
 std::uint64_t PageLedger::next_marked(std::uint64_t page) const {
@@ -183,6 +300,9 @@ std::uint64_t PageLedger::next_marked(std::uint64_t page) const {
 
 void PageLedger::record(std::uint64_t page, std::uint32_t checksum) {
   const std::lock_guard lock(mutex_);
+  // The sector is written as a whole: what else stood in it would be lost.
+  check_bit(page);
+  check_sum(page);
   bits_[page / 8] = static_cast<std::uint8_t>(bits_[page / 8] | 1U << (page % 8));
   dirty_bits_[page / 8 / kBlockBytes] = true;
   if (sums_) {
@@ -198,17 +318,19 @@ void PageLedger::keep_checksums() {
   const std::lock_guard lock(mutex_);
   if (sums_) return;
   flush_locked();
-  auto sums = make_zeroed<std::uint32_t>(pages_);
-  std::vector<std::uint32_t> block((1U << 20) / 4);
-  for (std::uint64_t at = 0; at < pages_; at += block.size()) {
-    const auto piece = std::span(block).first(std::min<std::uint64_t>(block.size(), pages_ - at));
-    file_.read(sums_offset_ + at * 4, std::as_writable_bytes(piece));
-    for (std::uint64_t i = 0; i < piece.size(); i += kBlockSums) {  // as in load_bits
-      const auto part = piece.subspan(i, std::min<std::uint64_t>(kBlockSums, piece.size() - i));
-      if (std::any_of(part.begin(), part.end(), [](std::uint32_t sum) { return sum != 0; }))
-        std::memcpy(sums.get() + at + i, part.data(), part.size_bytes());
-    }
+  // To the end of the last sector: it is read and written whole.
+  const std::uint64_t sectors = ceil_div(pages_, pages_of_sums());
+  auto sums = make_zeroed<std::uint32_t>(sectors * pages_of_sums());
+  constexpr std::uint64_t kTogether = 2048;
+  for (std::uint64_t sector = 0; sector < sectors; sector += kTogether) {
+    const auto data = next_data(file_, sums_offset_ + sector * kSectorBytes);
+    if (!data) break;
+    sector = (*data - sums_offset_) / kSectorBytes;
+    if (sector >= sectors) break;
+    read_sectors(sums_region(), sector, std::min(kTogether, sectors - sector),
+                 reinterpret_cast<std::byte*>(sums.get() + sector * pages_of_sums()));
   }
+  std::memset(sums.get() + pages_, 0, (sectors * pages_of_sums() - pages_) * 4);
   sums_ = std::move(sums);
 }
 
@@ -228,6 +350,7 @@ std::optional<std::uint32_t> PageLedger::checksum(std::uint64_t page) const {
   const std::lock_guard lock(mutex_);
   std::uint32_t sum = 0;
   if (sums_) {
+    check_sum(page);
     sum = sums_[page];
   } else if (const auto found = pending_sums_.find(page); found != pending_sums_.end()) {
     sum = found->second;
@@ -239,11 +362,57 @@ void PageLedger::read_checksums(std::uint64_t first, std::span<std::uint32_t> ou
   const std::lock_guard lock(mutex_);
   if (sums_) {
     std::memcpy(out.data(), sums_.get() + first, out.size_bytes());
-    return;
+  } else {
+    load_sums(first, out);
+    for (auto at = pending_sums_.lower_bound(first); at != pending_sums_.end() && at->first < first + out.size(); ++at)
+      out[at->first - first] = at->second;
   }
-  file_.read(sums_offset_ + first * 4, std::as_writable_bytes(out));
-  for (auto at = pending_sums_.lower_bound(first); at != pending_sums_.end() && at->first < first + out.size(); ++at)
-    out[at->first - first] = at->second;
+  const auto bad = bad_sums_.lower_bound(first / pages_of_sums());
+  if (bad != bad_sums_.end() && *bad * pages_of_sums() < first + out.size()) throw_damaged(sums_region(), *bad, pages_of_sums());
+}
+
+void PageLedger::read_marks(std::uint64_t first, std::span<PageMark> out) const {
+  std::vector<std::uint32_t> sums(out.size());
+  try {
+    read_checksums(first, sums);
+  } catch (const CorruptError&) {  // `sums` is filled all the same; what of it is damaged is known now
+  }
+  const std::lock_guard lock(mutex_);
+  for (std::uint64_t i = 0; i < out.size(); ++i) {
+    const std::uint64_t page = first + i;
+    out[i] = {.written = adopted() || (bits_[page / 8] >> (page % 8) & 1U) != 0,
+              .checksum = sums[i],
+              .damaged = bad_bits_.contains(page / pages_of_bits()) || bad_sums_.contains(page / pages_of_sums())};
+  }
+}
+
+void PageLedger::forget_damage() {
+  const std::lock_guard lock(mutex_);
+  flush_locked();
+  // All that is damaged, which so far is known of the sectors that were read.
+  std::vector<std::uint32_t> block(kBlockSums);
+  for (std::uint64_t first = next_checksum(0); first < pages_; first = next_checksum(first + block.size())) {
+    first = first / kBlockSums * kBlockSums;
+    load_sums(first, std::span(block).first(std::min(kBlockSums, pages_ - first)));
+  }
+  for (const std::uint64_t sector : bad_bits_) {
+    const std::uint64_t first = sector * pages_of_bits();
+    std::vector<std::uint32_t> sums(std::min(pages_of_bits(), pages_ - first));
+    load_sums(first, sums);
+    dirty_bits_[sector / kBlockSectors] = true;
+    const auto bad = bad_sums_.lower_bound(first / pages_of_sums());
+    if (bad != bad_sums_.end() && *bad * pages_of_sums() < first + sums.size()) continue;
+    std::memset(bits_.get() + sector * content_, 0, content_);
+    for (std::uint64_t i = 0; i < sums.size(); ++i)
+      if (sums[i] != 0) bits_[(first + i) / 8] = static_cast<std::uint8_t>(bits_[(first + i) / 8] | 1U << ((first + i) % 8));
+  }
+  const std::vector<std::byte> nothing(kContent);
+  for (const std::uint64_t sector : bad_sums_) {
+    if (sums_) std::memset(sums_.get() + sector * pages_of_sums(), 0, kContent);
+    write_sectors(file_, sums_offset_, sector, nothing);
+  }
+  bad_bits_.clear();
+  bad_sums_.clear();
 }
 
 void PageLedger::write_out() {
@@ -285,26 +454,43 @@ void PageLedger::forget_unwritten() {
 
 void PageLedger::flush_locked() {
   // Checksums before bits: a page must not count as written before its checksum could be there.
+  const auto bytes = [](const auto* begin, std::uint64_t count) { return std::as_bytes(std::span(begin, count)); };
   if (sums_) {
     for (const auto& [block, dirty] : dirty_sums_) {
       const std::uint64_t first = block * kBlockSums;
       const std::uint64_t count = std::min(kBlockSums, pages_ - first);
-      file_.write(sums_offset_ + first * 4, std::as_bytes(std::span(sums_.get() + first, count)));
+      write_block(sums_region(), block, bytes(sums_.get() + first, count));
     }
     dirty_sums_.clear();
   }
-  for (auto at = pending_sums_.begin(); at != pending_sums_.end();) {
-    std::uint32_t run[kBlockSums];
-    const std::uint64_t first = at->first;
-    std::uint64_t count = 0;
-    for (; at != pending_sums_.end() && count < kBlockSums && at->first == first + count; ++at) run[count++] = at->second;
-    file_.write(sums_offset_ + first * 4, std::as_bytes(std::span(run, count)));
-  }
-  pending_sums_.clear();
+  flush_pending();
   for (std::uint64_t block = 0; block < dirty_bits_.size(); ++block) {
     if (!dirty_bits_[block]) continue;
-    file_.write(kHeaderBytes + block * kBlockBytes, std::as_bytes(std::span(bits_.get() + block * kBlockBytes, kBlockBytes)));
+    write_block(bits_region(), block, bytes(bits_.get() + block * kBlockBytes, kBlockBytes));
     dirty_bits_[block] = false;
+  }
+}
+
+void PageLedger::flush_pending() {
+  std::vector<std::uint32_t> sums(kBlockSums);
+  while (!pending_sums_.empty()) {
+    const std::uint64_t block = pending_sums_.begin()->first / kBlockSums;
+    const std::uint64_t first = block * kBlockSums;
+    const auto piece = std::span(sums).first(std::min(kBlockSums, pages_ - first));
+    load_sums(first, piece);
+    const auto end = pending_sums_.lower_bound(first + piece.size());
+    for (auto at = pending_sums_.begin(); at != end; ++at) {
+      check_sum(at->first);
+      sums[at->first - first] = at->second;
+    }
+    // Only the sectors that change: a damaged one beside them stays as it is.
+    for (std::uint64_t sector = 0, done = 0; done < piece.size(); ++sector, done += kContent / 4) {
+      const auto part = piece.subspan(done, std::min<std::uint64_t>(kContent / 4, piece.size() - done));
+      const auto at = pending_sums_.lower_bound(first + done);
+      if (at == pending_sums_.end() || at->first >= first + done + part.size()) continue;
+      write_sectors(file_, sums_offset_, block * kBlockSectors + sector, std::as_bytes(part));
+    }
+    pending_sums_.erase(pending_sums_.begin(), end);
   }
 }
 
@@ -321,56 +507,79 @@ void PageLedger::resize(std::uint64_t pages) {
     dirty_bits_[page / 8 / kBlockBytes] = true;
   }
   const std::uint64_t old_pages = pages_;
-  if (sums_offset_for(pages) <= sums_offset_) {
+  if (sums_offset_for(pages, kVersion) <= sums_offset_) {
     flush_locked();
+    clear_behind(std::min(pages, old_pages));
+    const std::uint64_t bytes = file_bytes(sums_offset_, pages, kVersion);
     // The header never promises more pages than the file has room for, on the disk as well: each step is durable before the next.
     // What is cut off is gone for good, also when it comes back.
     if (pages > old_pages) {
-      file_.resize(sums_offset_ + checksum_bytes(pages));
+      file_.resize(bytes);
       file_.sync();
     }
     pages_ = pages;
     write_header(file_);
     file_.sync();
     if (pages < old_pages) {
-      file_.resize(sums_offset_ + checksum_bytes(pages));
+      file_.resize(bytes);
       file_.sync();
     }
+    bad_bits_.erase(bad_bits_.lower_bound(ceil_div(pages, pages_of_bits())), bad_bits_.end());
+    bad_sums_.erase(bad_sums_.lower_bound(ceil_div(pages, pages_of_sums())), bad_sums_.end());
   } else {
-    Header header = make_header(flags_, pages, sums_offset_for(pages));
-    const std::uint64_t room = header.sums_offset - kHeaderBytes;
-    TemporaryFile temporary = TemporaryFile::create(file_.path(), /*overwrite=*/true, file_.ops());
-    temporary.file().resize(header.sums_offset + checksum_bytes(pages));
-    auto bits = make_zeroed<std::uint8_t>(room);
-    std::memcpy(bits.get(), bits_.get(), bits_room());
-    std::vector<std::byte> block(1U << 20);
-    const auto copy = [&](std::uint64_t from, std::uint64_t to, std::uint64_t bytes) {  // holes stay holes
-      for (std::uint64_t at = 0; at < bytes; at += block.size()) {
-        // Where the file system knows its holes they are passed over, not read.
-        const off_t data = ::lseek(file_.fd(), static_cast<off_t>(from + at), SEEK_DATA);
-        if (data < 0 && errno == ENXIO) break;
-        if (data > 0) at = static_cast<std::uint64_t>(data) - from;
-        if (at >= bytes) break;
-        const auto piece = std::span(block).first(std::min<std::uint64_t>(block.size(), bytes - at));
-        file_.read(from + at, piece);
-        if (std::any_of(piece.begin(), piece.end(), [](std::byte b) { return b != std::byte{0}; }))
-          temporary.file().write(to + at, piece);
-      }
-    };
-    copy(kHeaderBytes, kHeaderBytes, bits_room());
-    copy(sums_offset_, header.sums_offset, checksum_bytes(old_pages));
-    temporary.file().write(0, std::as_bytes(std::span(&header, 1)));
-    file_ = temporary.commit();
-    pages_ = pages;
-    sums_offset_ = header.sums_offset;
-    bits_ = std::move(bits);
-    dirty_bits_.assign(room / kBlockBytes, false);
+    rewrite(pages);
   }
   if (sums_) {
-    auto sums = make_zeroed<std::uint32_t>(pages);
+    auto sums = make_zeroed<std::uint32_t>(ceil_div(pages, pages_of_sums()) * pages_of_sums());
     std::memcpy(sums.get(), sums_.get(), checksum_bytes(std::min(old_pages, pages)));
     sums_ = std::move(sums);
   }
+}
+
+void PageLedger::clear_behind(std::uint64_t pages) {
+  const std::uint64_t sector = pages / pages_of_sums(), kept = pages % pages_of_sums();
+  if (kept == 0) return;
+  std::vector<std::uint32_t> sums(pages_of_sums());
+  read_sectors(sums_region(), sector, 1, reinterpret_cast<std::byte*>(sums.data()));
+  check_sum(pages - 1);
+  if (only_zeros(std::as_bytes(std::span(sums).subspan(kept)))) return;
+  write_sectors(file_, sums_offset_, sector, std::as_bytes(std::span(sums).first(kept)));
+}
+
+void PageLedger::rewrite(std::uint64_t pages) {
+  const Header header = make_header(flags_, pages, sums_offset_for(std::max(pages, pages_), kVersion));
+  if (!bad_bits_.empty()) throw_damaged(bits_region(), *bad_bits_.begin(), pages_of_bits());
+  TemporaryFile temporary = TemporaryFile::create(file_.path(), /*overwrite=*/true, file_.ops());
+  const File& file = temporary.file();
+  file.resize(file_bytes(header.sums_offset, pages, kVersion));
+  const std::uint64_t size = (header.sums_offset - kHeaderBytes) / kSectorBytes * kContent;
+  auto bits = make_zeroed<std::uint8_t>(size);
+  const std::uint64_t used = ceil_div(std::min(pages, pages_), 8);
+  for (std::uint64_t at = 0; at < used; at += kBlockBytes) {  // holes stay holes
+    const auto piece = std::span(bits_.get() + at, std::min(kBlockBytes, used - at));
+    if (only_zeros(std::as_bytes(piece))) continue;
+    std::memcpy(bits.get() + at, piece.data(), piece.size());
+    write_sectors(file, kHeaderBytes, at / kContent, std::as_bytes(piece));
+  }
+  std::vector<std::uint32_t> sums(64 * kBlockSums);
+  const std::uint64_t end = std::min(pages, pages_);
+  for (std::uint64_t first = next_checksum(0); first < end; first = next_checksum(first + sums.size())) {
+    first = first / kBlockSums * kBlockSums;
+    const auto piece = std::span(sums).first(std::min<std::uint64_t>(sums.size(), end - first));
+    load_sums(first, piece);
+    if (!bad_sums_.empty()) throw_damaged(sums_region(), *bad_sums_.begin(), pages_of_sums());
+    for (std::uint64_t at = 0; at < piece.size(); at += kBlockSums) {
+      const auto block = std::as_bytes(piece.subspan(at, std::min<std::uint64_t>(kBlockSums, piece.size() - at)));
+      if (!only_zeros(block)) write_sectors(file, header.sums_offset, (first + at) / (kContent / 4), block);
+    }
+  }
+  file.write(0, std::as_bytes(std::span(&header, 1)));
+  file_ = temporary.commit();
+  pages_ = pages;
+  content_ = kContent;
+  sums_offset_ = header.sums_offset;
+  bits_ = std::move(bits);
+  dirty_bits_.assign(size / kBlockBytes, false);
 }
 
 void PageLedger::close() {

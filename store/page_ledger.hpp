@@ -3,10 +3,14 @@
 //  | header 4096 | bits: 1 a page, room for a power of two of bytes | checksums: 4 bytes a page |            little-endian,
 //  sparse
 //
-// header: "EMBPAGES", u32 version (1), u32 flags (bit 0: pages without a bit count as written too: an adopted file), u64 pages,
-//         u64 offset of the checksums, u64 XXH3-64 of the 32 bytes before it. Bit p is bit p % 8 of byte 4096 + p / 8. A checksum
-//         is the low half of XXH3-64 over the page's bytes in the .npy (the last page: up to the end of the last record), 1 where
-//         that is 0; 0 means that none was recorded.
+// header: "EMBPAGES", u32 version (2), u32 flags (bit 0: pages without a bit count as written too: an adopted file), u64 pages,
+//         u64 offset of the checksums, u64 XXH3-64 of the 32 bytes before it. Bits and checksums lie in sectors of 512 bytes: 508
+//         of content and the content's own checksum (sector_checksum). A crash leaves whole sectors, old or new; one that does
+//         not match is damage. Bit p is bit p % 8 of byte p / 8 of the bits' content. A checksum is the low half of XXH3-64 over
+//         the page's bytes in the .npy (the last page: up to the end of the last record), 1 where that is 0; 0 means that none
+//         was recorded.
+//
+// Version 1 had no checksums of sectors: 512 bytes of content each. It is read, and rewritten by the first writer that opens it.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +19,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -22,11 +27,20 @@
 
 namespace embermap {
 
-// Thread safety: all members may be called from several threads.
+// What a ledger says of one page.
+struct PageMark {
+  bool written = false;
+  std::uint32_t checksum = 0;  // 0: none recorded
+  bool damaged = false;        // the sector of its bit or of its checksum is: neither can be relied on
+};
+
+// Thread safety: all members may be called from several threads. Members that need to know what stood in a damaged sector throw
+// CorruptError naming the file, the bytes and the pages; those that do not go on.
 class PageLedger {
  public:
   static PageLedger create(File file, std::uint64_t pages, bool adopted);
-  // Throws FormatError if the file is not a ledger, or is shorter than its page count says.
+  // Throws FormatError if the file is not a ledger, or is shorter than its page count says. Holes are not read. A file of version
+  // 1 that is open for writing is replaced by one of version 2.
   static PageLedger open(File file);
   PageLedger(PageLedger&& other) noexcept;
   PageLedger& operator=(PageLedger&&) = delete;
@@ -50,6 +64,12 @@ class PageLedger {
   std::optional<std::uint32_t> checksum(std::uint64_t page) const;
   // Checksums of pages [first, first + out.size()), read from the file where they are not in memory; 0: none recorded.
   void read_checksums(std::uint64_t first, std::span<std::uint32_t> out) const;
+  // Bits and checksums of pages [first, first + out.size()), damaged ones as well.
+  void read_marks(std::uint64_t first, std::span<PageMark> out) const;
+  // Makes an end of damaged sectors. A page has a checksum if and only if its bit is set, so that bits are had from checksums
+  // that are intact; where those are damaged too, bits are taken as the file has them. Damaged checksums are forgotten: their
+  // pages have none recorded until they are sealed. Not for adopted files' bits, which mean nothing.
+  void forget_damage();
 
   // Writes what changed. Memory of unwritten checksums is bounded: record() writes by itself above 4 MiB.
   void write_out();
@@ -70,6 +90,11 @@ class PageLedger {
   static std::uint64_t checksum_bytes(std::uint64_t pages) noexcept { return pages * 4; }
 
  private:
+  // One of the two regions of sectors. Its content is addressed as if nothing lay between.
+  struct Region {
+    std::uint64_t offset;
+    std::set<std::uint64_t>& bad;  // sectors found damaged
+  };
   struct Free {
     void operator()(void* memory) const noexcept { std::free(memory); }
   };
@@ -79,22 +104,49 @@ class PageLedger {
   template <class T>
   static Zeroed<T> make_zeroed(std::uint64_t count);
 
-  static constexpr std::uint64_t kBlockBytes = 4096;  // unit of writing bits and checksums
+  static constexpr std::uint64_t kSectorBytes = 512;
+  static constexpr std::uint64_t kContent = kSectorBytes - 4;  // of a sector in the version that is written
+  static constexpr std::uint64_t kBlockSectors = 8;            // unit of writing: what the page cache has in one piece
+  static constexpr std::uint64_t kBlockBytes = kBlockSectors * kContent;
   static constexpr std::uint64_t kBlockSums = kBlockBytes / 4;
 
-  PageLedger(File file, std::uint64_t pages, std::uint32_t flags);
+  PageLedger(File file, std::uint64_t pages, std::uint32_t flags, std::uint32_t version, std::uint64_t sums_offset);
+  static std::uint64_t sums_offset_for(std::uint64_t pages, std::uint32_t version);
+  // Bytes of the file up to the end of the checksums.
+  static std::uint64_t file_bytes(std::uint64_t sums_offset, std::uint64_t pages, std::uint32_t version);
   void load_bits();
   void flush_locked();
+  Region bits_region() const { return {4096, bad_bits_}; }
+  Region sums_region() const { return {sums_offset_, bad_sums_}; }
+  // Content of `count` sectors from `first` on, into memory that is zero. Remembers damaged ones.
+  void read_sectors(const Region& region, std::uint64_t first, std::uint64_t count, std::byte* out) const;
+  // Writes `content`, which begins with sector `first`, and zeros to the end of its last sector, with its checksums.
+  static void write_sectors(const File& file, std::uint64_t offset, std::uint64_t first, std::span<const std::byte> content);
+  // Writes a block of a region, or the end of its last one; a damaged sector in it stays as it is.
+  void write_block(const Region& region, std::uint64_t block, std::span<const std::byte> content) const;
+  void load_sums(std::uint64_t first, std::span<std::uint32_t> out) const;  // from the file
+  void check_bit(std::uint64_t page) const;                                 // throws CorruptError
+  void check_sum(std::uint64_t page) const;                                 // throws CorruptError
+  [[noreturn]] void throw_damaged(const Region& region, std::uint64_t sector, std::uint64_t pages_each) const;
+  void flush_pending();
+  // Removes what the last sector of checksums has behind page `pages`.
+  void clear_behind(std::uint64_t pages);
+  // A new file for `pages` pages in place of this one.
+  void rewrite(std::uint64_t pages);
   void write_header(const File& file) const;
-  std::uint64_t next_written(std::uint64_t page) const;   // with mutex_ held, as all below
-  std::uint64_t next_checksum(std::uint64_t page) const;  // or earlier: the begin of the block that may hold one
-  std::uint64_t bits_room() const;                        // bytes of the bits' region
+  std::uint64_t next_written(std::uint64_t page) const;         // with mutex_ held, as all below
+  std::uint64_t next_checksum(std::uint64_t page) const;        // or earlier: the begin of the block that may hold one
+  std::uint64_t bits_size() const;                              // bytes of bits_: the content of their region
+  std::uint64_t pages_of_bits() const { return content_ * 8; }  // in a sector
+  std::uint64_t pages_of_sums() const { return content_ / 4; }
 
   File file_;
   std::uint64_t pages_ = 0;
   std::uint32_t flags_ = 0;
+  std::uint64_t content_ = kContent;  // bytes a sector
   std::uint64_t sums_offset_ = 0;
   mutable std::mutex mutex_;
+  mutable std::set<std::uint64_t> bad_bits_, bad_sums_;  // damaged sectors, as far as they were read
   Zeroed<std::uint8_t> bits_;
   std::vector<bool> dirty_bits_;                         // a block of bits_
   Zeroed<std::uint32_t> sums_;                           // null unless kept

@@ -66,6 +66,10 @@ void Table::set_memory(std::uint64_t bytes) { Store::Impl::of(*impl_->core())->s
 void Table::resize(std::uint64_t rows) { Store::Impl::of(*impl_->core())->resize(*impl_, rows); }
 void Table::materialize(const Progress& progress) { Store::Impl::of(*impl_->core())->materialize(*impl_, progress); }
 VerifyReport Table::verify(const Progress& progress) { return impl_->verify(progress); }
+void Table::accept(const Progress& progress) { impl_->accept(progress); }
+RepairReport Table::repair_from(const Table& backup, const Progress& progress) {
+  return impl_->repair_from(*backup.impl_, progress);
+}
 std::uint64_t Table::written_pages() const { return impl_->written_pages(); }
 PageIoReport Table::io_report() const { return impl_->io_report(); }
 TableCounters Table::counters() const { return impl_->counters(); }

@@ -69,15 +69,23 @@ struct TableStats {
   bool whole = false;              // every page of the table has a frame
 };
 
+// Neighbouring pages, with their rows [first_row, last_row].
+struct PageRange {
+  std::uint64_t page, pages, first_row, last_row;
+};
+
 struct VerifyReport {
-  struct BadRange {  // rows [first, last] of one page
-    std::uint64_t page, first_row, last_row;
-  };
   std::uint64_t pages = 0;
   std::uint64_t written = 0;   // pages in the file
   std::uint64_t verified = 0;  // of those, pages whose checksum was compared
   std::uint64_t bad_pages = 0;
-  std::vector<BadRange> bad;  // the first 1,000
+  std::vector<PageRange> bad;  // the first 1,000 ranges
+};
+
+struct RepairReport {
+  std::uint64_t bad_pages = 0;  // before
+  std::uint64_t repaired_pages = 0;
+  std::vector<PageRange> repaired, left;  // the first 1,000 ranges of each
 };
 
 class TableImpl;
@@ -180,6 +188,14 @@ class Table {
   void materialize(const Progress& progress = {});
   // Compares every written page (also those in memory are written first) with its checksum.
   VerifyReport verify(const Progress& progress = {});
+  // Gives every written page the checksum of what the file holds now, for files changed on purpose by other programs, and makes
+  // an end of damage in NAME.pages. Rows that were damaged are taken as they are. Part of the next commit.
+  void accept(const Progress& progress = {});
+  // Replaces pages that are bad here by those of `backup`, a table of another store with the same rows and records. Nothing is
+  // guessed: a page is taken if it has the checksum that is recorded here. Where none is (damage in NAME.pages), the page here
+  // stays, and gets its checksum back, if it is the same as a good one there. Part of the next commit.
+  // Throws InvalidArgument naming what differs between the tables.
+  RepairReport repair_from(const Table& backup, const Progress& progress = {});
   std::uint64_t written_pages() const;
 
   TableStats stats() const;

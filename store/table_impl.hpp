@@ -65,6 +65,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
   void materialize(const Progress& progress);
   VerifyReport verify(const Progress& progress);
+  void accept(const Progress& progress);
+  RepairReport repair_from(TableImpl& backup, const Progress& progress);
   // Gives every written page the checksum of what it holds now.
   void reseal();
 
@@ -137,6 +139,13 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void make_file(File data, PageLedger ledger);
   void keep_checksums();  // if the share has room for them: from then on every page read is verified
   StepScalars next_step(std::optional<double> lr) const;  // throws InvalidArgument for an lr that cannot be
+  // Applies what the log has of committed pages; nothing is applied while the result lives.
+  std::unique_lock<std::mutex> settle();
+  // Compares written pages with their checksums and calls bad(page, mark) for each that is none; files_ must be taken alone.
+  using Bad = std::function<void(std::uint64_t, const PageMark&)>;
+  VerifyReport find_bad(const Progress& progress, const Bad& bad);
+  void check_same_pages(const TableImpl& backup) const;
+  void seal_all(const Progress& progress);  // with files_ taken alone
   void pages_of(std::span<const std::uint64_t> ids, std::span<std::uint64_t> pages) const;
   // Pages to read ahead.
   struct Ahead {

@@ -59,6 +59,19 @@ void copy_records(std::byte* to, std::uint64_t to_stride, const std::byte* from,
   for (std::uint64_t row = 0; row < rows; ++row, to += to_stride, from += from_stride) std::memcpy(to, from, bytes);
 }
 
+// Adds a page to ranges of ascending pages.
+void add_page(std::vector<PageRange>& ranges, const Geometry& geometry, std::uint64_t page) {
+  constexpr std::size_t kMost = 1000;
+  const std::uint64_t first = page * geometry.rows_per_page;
+  const std::uint64_t last = first + geometry.rows_in(page) - 1;
+  if (!ranges.empty() && ranges.back().page + ranges.back().pages == page) {
+    ++ranges.back().pages;
+    ranges.back().last_row = last;
+  } else if (ranges.size() < kMost) {
+    ranges.push_back({page, 1, first, last});
+  }
+}
+
 }  // namespace
 
 // A step of a scan or a bulk write, in memory of its own.
@@ -193,54 +206,60 @@ void TableImpl::materialize(const Progress& progress) {
 VerifyReport TableImpl::verify(const Progress& progress) {
   const auto lock = alone();
   if (hot_ && writable()) hot_->flush();
+  const auto paused = settle();
+  return find_bad(progress, [](std::uint64_t, const PageMark&) {});
+}
+
+std::unique_lock<std::mutex> TableImpl::settle() {
+  if (!core_->log) return {};
   // What is committed is checked where it belongs; what is not, in the log.
-  std::unique_lock<std::mutex> paused;
-  if (core_->log) {
-    if (!core_->log->broken()) core_->log->apply_all();
-    paused = core_->log->pause();
-  }
-  // For a reader also what a writer may be moving from the log to the file just now.
-  std::set<std::uint64_t> moving;
+  if (!core_->log->broken()) core_->log->apply_all();
+  return core_->log->pause();
+}
+
+VerifyReport TableImpl::find_bad(const Progress& progress, const Bad& bad) {
+  // What is in the log is looked at there: for a reader that is also what a writer may be moving to the file just now.
+  std::set<std::uint64_t> logged;
   if (core_->logged != nullptr)
-    core_->logged->for_each(entry_.id, [&](std::uint64_t page, const LoggedVersion&) { moving.insert(page); });
-  const auto step_of_verify = [&](const std::function<void()>& body) { core_->view ? core_->view->reading(body) : body(); };
+    core_->logged->for_each(entry_.id, [&](std::uint64_t page, const LoggedVersion&) { logged.insert(page); });
+  const auto look = [&](const std::function<void()>& body) { core_->view ? core_->view->reading(body) : body(); };
   const Geometry& geometry = entry_.geometry;
   const PageLedger& ledger = file_->ledger();
   VerifyReport report;
   report.pages = geometry.pages();
   ScanBuffer scratch(geometry, geometry.pages(), core_->transfer_bytes());
-  std::vector<std::uint32_t> recorded(scratch.pages());
+  std::vector<PageMark> marks(scratch.pages());
   std::vector<std::uint32_t> found(scratch.pages());
-  std::vector<bool> present(scratch.pages());
   std::vector<PageBuffer> stored;
   std::uint64_t count = 0;
   for (std::uint64_t first = ledger.next_marked(0); first < geometry.pages(); first = ledger.next_marked(first + count)) {
     count = std::min(scratch.pages(), geometry.pages() - first);
-    for (std::uint64_t i = 0; i < count; ++i) present[i] = ledger.written(first + i);
-    step_of_verify([&] {
-      ledger.read_checksums(first, std::span(recorded).first(count));
+    look([&] {
+      ledger.read_marks(first, std::span(marks).first(count));
       stored.clear();
       for (std::uint64_t i = 0; i < count; ++i)
-        if (present[i] && recorded[i] != 0 && !moving.contains(first + i)) stored.push_back({first + i, scratch.page(i)});
+        if (marks[i].written && marks[i].checksum != 0 && !marks[i].damaged && !logged.contains(first + i))
+          stored.push_back({first + i, scratch.page(i)});
       file_->read_stored(stored, [&](const PageBuffer& page) {
         found[page.page - first] = page_checksum({page.memory, static_cast<std::size_t>(geometry.bytes_in(page.page))});
       });
     });
     for (std::uint64_t i = 0; i < count; ++i) {
-      if (moving.contains(first + i)) continue;
-      const bool sealed = recorded[i] != 0;
-      report.written += present[i];
-      report.verified += present[i] && sealed;
+      if (logged.contains(first + i)) continue;
+      const PageMark& mark = marks[i];
+      const bool sealed = mark.checksum != 0;
+      report.written += mark.written;
+      report.verified += mark.written && sealed && !mark.damaged;
       // A page has a checksum if and only if it was written; only an adopted file has pages without.
-      const bool good = present[i] ? (sealed ? recorded[i] == found[i] : ledger.adopted()) : !sealed;
+      const bool good = !mark.damaged && (mark.written ? (sealed ? mark.checksum == found[i] : ledger.adopted()) : !sealed);
       if (good) continue;
       ++report.bad_pages;
-      const std::uint64_t row = (first + i) * geometry.rows_per_page;
-      if (report.bad.size() < 1000) report.bad.push_back({first + i, row, row + geometry.rows_in(first + i) - 1});
+      add_page(report.bad, geometry, first + i);
+      bad(first + i, mark);
     }
     core_->report(progress, first + count, geometry.pages());
   }
-  for (const std::uint64_t page : moving) {
+  for (const std::uint64_t page : logged) {
     PageBuffer buffer{page, scratch.page(0)};
     ++report.written;
     ++report.verified;
@@ -248,8 +267,7 @@ VerifyReport TableImpl::verify(const Progress& progress) {
       file_->read({&buffer, 1});
     } catch (const CorruptError&) {
       ++report.bad_pages;
-      const std::uint64_t row = page * geometry.rows_per_page;
-      if (report.bad.size() < 1000) report.bad.push_back({page, row, row + geometry.rows_in(page) - 1});
+      add_page(report.bad, geometry, page);
     }
   }
   core_->report(progress, geometry.pages(), geometry.pages());
@@ -258,18 +276,104 @@ VerifyReport TableImpl::verify(const Progress& progress) {
 
 void TableImpl::reseal() {
   const Alone lock(files_);
+  seal_all({});
+}
+
+void TableImpl::accept(const Progress& progress) {
+  const auto lock = alone();
+  check_writable();
+  file_->ledger().forget_damage();  // dirty pages have to find room for their checksums
+  if (hot_) hot_->flush();
+  const auto paused = settle();
+  seal_all(progress);
+}
+
+void TableImpl::seal_all(const Progress& progress) {
   constexpr std::size_t kTogether = 4096;
-  const PageLedger& ledger = file_->ledger();
+  PageLedger& ledger = file_->ledger();
+  ledger.forget_damage();
   std::vector<std::uint64_t> pages;
-  for (std::uint64_t page = ledger.next_marked(0); page < entry_.geometry.pages(); page = ledger.next_marked(page + 1)) {
+  const std::uint64_t end = entry_.geometry.pages();
+  for (std::uint64_t page = ledger.next_marked(0); page < end; page = ledger.next_marked(page + 1)) {
     if (ledger.written(page)) pages.push_back(page);
     if (pages.size() < kTogether) continue;
     file_->seal(pages);
     pages.clear();
+    core_->report(progress, page, end);
   }
   file_->seal(pages);
-  file_->ledger().forget_unwritten();
+  ledger.forget_unwritten();
   file_->sync();
+  file_->set_ahead();  // of the last commit
+  core_->report(progress, end, end);
+}
+
+void TableImpl::check_same_pages(const TableImpl& backup) const {
+  const auto differ = [&](std::string_view what, const auto& here, const auto& there) {
+    if (here != there)
+      throw InvalidArgument(fmt::format("table '{}' cannot be repaired from '{}': {} {} here and {} there", printable(name_),
+                                        printable(backup.data_path()), what, here, there));
+  };
+  const Geometry &here = entry_.geometry, &there = backup.entry_.geometry;
+  differ("rows:", here.rows, there.rows);
+  differ("dim:", entry_.dim, backup.entry_.dim);
+  differ("dtype:", dtype_name(entry_.dtype), dtype_name(backup.entry_.dtype));
+  differ("fields of a record:", schema_.fields().size(), backup.schema_.fields().size());
+  differ("bytes of a record:", here.stride, there.stride);
+  differ("rows of a page:", here.rows_per_page, there.rows_per_page);
+  differ("byte order:", entry_.big_endian ? "big" : "little", backup.entry_.big_endian ? "big" : "little");
+}
+
+RepairReport TableImpl::repair_from(TableImpl& backup, const Progress& progress) {
+  if (core_ == backup.core_)
+    throw InvalidArgument(fmt::format("table '{}' cannot be repaired from its own store", printable(name_)));
+  const auto lock = alone();
+  const auto backup_lock = backup.alone();
+  check_writable();
+  check_same_pages(backup);
+  const Geometry& geometry = entry_.geometry;
+  // Bits come back from checksums; a page whose checksum was damaged is one without, which is bad as well. Of an adopted file
+  // such pages would count as good.
+  if (!file_->ledger().adopted()) file_->ledger().forget_damage();
+  if (hot_) hot_->flush();
+  const auto paused = settle();
+  RepairReport report;
+  const AlignedBuffer memory(2 * geometry.page_bytes());
+  PageBuffer here{0, memory.data()}, there{0, memory.data() + geometry.page_bytes()};
+  const auto sum_of = [&](PageFile& file, PageBuffer& buffer) {
+    std::uint32_t sum = 0;
+    try {
+      file.read_stored(std::span(&buffer, 1), [&](const PageBuffer& page) {
+        sum = page_checksum({page.memory, static_cast<std::size_t>(geometry.bytes_in(page.page))});
+      });
+    } catch (const Error&) {  // it cannot be read: no sum of a page
+    }
+    return sum;
+  };
+  report.bad_pages = find_bad(progress, [&](std::uint64_t page, const PageMark& mark) {
+                       here.page = there.page = page;
+                       const std::uint32_t sum_here = sum_of(*file_, here), sum_there = sum_of(*backup.file_, there);
+                       PageMark other;
+                       backup.file_->ledger().read_marks(page, std::span(&other, 1));
+                       const bool good_there = other.written && !other.damaged && other.checksum == sum_there && sum_there != 0;
+                       const bool known = mark.checksum != 0 && !mark.damaged;
+                       bool repaired = true;
+                       if (known && sum_here == mark.checksum)
+                         file_->seal(page);  // only its bit was missing
+                       else if (known && good_there && sum_there == mark.checksum)
+                         file_->write_as_stored(std::span(&there, 1));
+                       else if (!known && !mark.damaged && good_there && sum_here == sum_there &&
+                                std::memcmp(here.memory, there.memory, geometry.bytes_in(page)) == 0)
+                         file_->seal(page);
+                       else
+                         repaired = false;
+                       report.repaired_pages += repaired;
+                       add_page(repaired ? report.repaired : report.left, geometry, page);
+                     }).bad_pages;
+  file_->sync();
+  file_->set_ahead();  // of the last commit
+  release_hot();       // what was read from a bad page
+  return report;
 }
 
 }  // namespace embermap

@@ -530,10 +530,38 @@ class Table:
 
         Returns a dict: "ok", "pages" (of the table), "written" (pages in the file), "verified"
         (pages whose checksum was compared), "bad_pages", and "bad", a list of the first 1,000
-        {"page", "first_row", "last_row"}, rows inclusive.
+        ranges of neighbouring bad pages {"page", "pages", "first_row", "last_row"}, rows inclusive.
         """
         report = self._live.verify(progress)
         return {"ok": report["bad_pages"] == 0, **report}
+
+    def accept(self, *, progress: Progress | None = None) -> None:
+        """Take every page in the file as it is: give it the checksum of what it holds now.
+
+        For a file that another program changed on purpose, such as NumPy. Damaged rows are taken
+        as well: look at verify() first. Part of the next commit.
+
+        Args:
+            progress: as in verify().
+        """
+        self._live.accept(progress)
+
+    def repair_from(self, backup: Table, *, progress: Progress | None = None) -> dict[str, Any]:
+        """Replace pages that are bad here by those of `backup`, a table of another store.
+
+        Both tables need the same rows and records (ValueError names what differs). Nothing is
+        guessed: a page is taken if it has the checksum recorded here; where that was damaged too,
+        the page here gets it back if it is the same as a good one there. All else stays as it is.
+        Part of the next commit.
+
+        Args:
+            progress: as in verify().
+
+        Returns a dict: "ok" (no bad page is left), "bad_pages" (before), "repaired_pages", and
+        "repaired" and "left", lists of ranges as in verify().
+        """
+        report = self._live.repair_from(backup._live, progress)
+        return {"ok": report["bad_pages"] == report["repaired_pages"], **report}
 
     def stats(self) -> dict[str, Any]:
         """Counters since the table was opened, and the state of its hot pages now.

@@ -204,6 +204,15 @@ def make_page_ledger() -> None:
     save("page_ledger", "bits_behind_the_end", ledger(3, [(8, 0, b"\xff\xff"), (16, 0, sums)], 17))
     save("page_ledger", "none", ledger(0, [], 16))
     save("page_ledger", "truncated", ledger(1000, [], 16))
+    pieces = [(8, 0, b"\x0f"), (9, 0, b"\x80"), (16, 0, sums)]
+    save("page_ledger", "fresh2", ledger(9000, [], 90, version=2))
+    save("page_ledger", "written2", ledger(9000, pieces, 90, version=2))
+    save("page_ledger", "adopted2", ledger(10, [(16, 4, sums)], 17, flags=1, version=2))
+    save(
+        "page_ledger",
+        "large2",
+        ledger(200_000, [(8, 0, b"\xff"), (72, 0, b"\1")], 1700, version=2, room=32768),
+    )
     save("page_ledger", "huge", ledger(2**61, [], 65535))
 
 

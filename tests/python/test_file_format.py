@@ -59,13 +59,24 @@ class Reader:
         magic, version, flags, self.count, self.sums, self.header_sum = struct.unpack(
             "<8sIIQQQ", pages[:40]
         )
-        assert (magic, version, flags) == (b"EMBPAGES", 1, 0)
+        assert (magic, version, flags) == (b"EMBPAGES", 2, 0)
+        assert len(pages) == self.sums + -(-self.count // 127) * 512
         assert self.count == -(-entry["rows"] // entry["rows_per_page"])
         assert len(self.data) == entry["data_offset"] + entry["rows"] * entry["stride"]
         self.dtype = np.dtype(entry["dtype"])
 
+    def sector(self, at: int) -> bytes:
+        """The content of the sector at this offset, which must match its checksum."""
+        content, (recorded,) = (
+            self.pages[at : at + 508],
+            struct.unpack_from("<I", self.pages, at + 508),
+        )
+        assert recorded == (xxh3(content, at // 512) & 0xFFFFFFFF if any(content) else 0)
+        return content
+
     def written(self, page: int) -> bool:
-        return bool(self.pages[4096 + page // 8] >> page % 8 & 1)
+        sector, place = divmod(page, 4064)
+        return bool(self.sector(4096 + 512 * sector)[place // 8] >> place % 8 & 1)
 
     def page(self, page: int) -> bytes:
         size = self.entry["rows_per_page"] * self.entry["stride"]
@@ -73,7 +84,8 @@ class Reader:
         return self.data[begin : begin + size]
 
     def checksum(self, page: int) -> int:
-        return int(struct.unpack_from("<I", self.pages, self.sums + 4 * page)[0])
+        sector, place = divmod(page, 127)
+        return int(struct.unpack_from("<I", self.sector(self.sums + 512 * sector), 4 * place)[0])
 
     def weight(self, row: int) -> NDArray[Any]:
         entry, dim = self.entry, self.entry["dim"]
@@ -94,7 +106,7 @@ class Reader:
         return np.array(columns, self.dtype)
 
 
-# --- XXH3, 64 bits, seed 0: lengths 17 to 128, and above 240 --------------------------------------
+# --- XXH3, 64 bits: lengths 17 to 32 with seed 0, and above 240 -----------------------------------
 
 P32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 P64 = (
@@ -121,7 +133,15 @@ def fold(a: int, b: int) -> int:
     return (a * b & MASK) ^ (a * b >> 64)
 
 
-def xxh3(data: bytes) -> int:
+def xxh3(data: bytes, seed: int = 0) -> int:
+    secret = b"".join(
+        struct.pack(
+            "<2Q",
+            (words(SECRET, 1, at)[0] + seed) & MASK,
+            (words(SECRET, 1, at + 8)[0] - seed) & MASK,
+        )
+        for at in range(0, 192, 16)
+    )
     total = len(data) * P64[0] & MASK
     if len(data) <= 32:
         assert len(data) > 16
@@ -133,10 +153,10 @@ def xxh3(data: bytes) -> int:
         acc = [P32[2], *P64[:4], P32[1], P64[4], P32[0]]
 
         def stripe(at: int, key: int) -> None:
-            for i, (value, secret) in enumerate(
-                zip(words(data, 8, at), words(SECRET, 8, key), strict=True)
+            for i, (value, mask) in enumerate(
+                zip(words(data, 8, at), words(secret, 8, key), strict=True)
             ):
-                mixed = value ^ secret
+                mixed = value ^ mask
                 acc[i ^ 1] = acc[i ^ 1] + value & MASK
                 acc[i] = acc[i] + (mixed & 0xFFFFFFFF) * (mixed >> 32) & MASK
 
@@ -144,16 +164,16 @@ def xxh3(data: bytes) -> int:
             if n and n % 16 == 0:
                 acc[:] = [
                     (a ^ a >> 47 ^ k) * P32[0] & MASK
-                    for a, k in zip(acc, words(SECRET, 8, 128), strict=True)
+                    for a, k in zip(acc, words(secret, 8, 128), strict=True)
                 ]
             stripe(at, n % 16 * 8)
         if ((len(data) - 1) // 64) % 16 == 0:
             acc[:] = [
                 (a ^ a >> 47 ^ k) * P32[0] & MASK
-                for a, k in zip(acc, words(SECRET, 8, 128), strict=True)
+                for a, k in zip(acc, words(secret, 8, 128), strict=True)
             ]
         stripe(len(data) - 64, 192 - 64 - 7)
-        keys = words(SECRET, 8, 11)
+        keys = words(secret, 8, 11)
         for i in range(0, 8, 2):
             total += fold(acc[i] ^ keys[i], acc[i + 1] ^ keys[i + 1])
     total &= MASK
@@ -229,6 +249,19 @@ def test_checksums_are_xxh3_of_the_pages_written_and_0_elsewhere(tmp_path: Path)
         else:
             assert reader.checksum(page) == 0
     assert checked == 3
+
+
+def test_every_sector_of_many_pages_matches_its_checksum_and_has_its_pages(tmp_path: Path) -> None:
+    written = [0, 126, 127, 4063, 4064, 8999]  # first and last pages of sectors, 1 row each
+    make(tmp_path / "s", rows=9000, dim=1024, written=written)
+    reader = Reader(tmp_path / "s", "t")
+    assert reader.count == 9000
+    for at in range(4096, len(reader.pages), 512):
+        reader.sector(at)
+    assert [p for p in range(reader.count) if reader.written(p)] == written
+    assert [p for p in range(reader.count) if reader.checksum(p)] == written
+    for page in written:
+        assert reader.checksum(page) == xxh3(reader.page(page)) & 0xFFFFFFFF
 
 
 def test_numpy_maps_a_table_with_state_as_records_named_as_documented(tmp_path: Path) -> None:

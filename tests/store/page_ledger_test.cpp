@@ -2,7 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
 #include "base/error.hpp"
+#include "io/checksum.hpp"
 #include "tests/store/store_fixture.hpp"
 
 namespace embermap {
@@ -172,14 +177,158 @@ TEST_F(PageLedgerTest, MarkedPagesAreFoundOneAfterAnother) {
   std::filesystem::remove(file_);
   create(50'000'000);
   const File file = File::open(file_, File::Mode::kReadWrite);
-  const std::uint64_t sums = file.size() - 4 * 50'000'000ULL;
-  file.write(sums + 4 * 30'000'000ULL, std::string_view("abcd"));
+  const std::uint64_t sums = file.size() - (50'000'000ULL + 126) / 127 * 512;
+  file.write(sums + 30'000'000ULL / 127 * 512 + 30'000'000ULL % 127 * 4, std::string_view("abcd"));
   const PageLedger ledger = reopen();
   EXPECT_LE(ledger.next_marked(0), 30'000'000U);
   EXPECT_EQ(ledger.next_marked(30'000'000), 30'000'000U);
   EXPECT_GT(ledger.next_marked(30'000'000 + 4096), 30'000'000U + 4096);
   std::filesystem::remove(file_);
   EXPECT_EQ(create(10, /*adopted=*/true).next_marked(3), 3U);
+}
+
+// The place of a page's checksum in a file whose checksums begin at `sums`.
+std::uint64_t place_of_sum(std::uint64_t sums, std::uint64_t page) { return sums + page / 127 * 512 + page % 127 * 4; }
+
+constexpr std::uint64_t kSums = 8192;  // of ledgers of few pages
+
+TEST_F(PageLedgerTest, ASectorOfChecksumsThatDoesNotMatchIsNeverBelieved) {
+  for (const bool kept : {false, true}) {
+    std::filesystem::remove(file_);
+    {
+      PageLedger ledger = create(1000);
+      for (std::uint64_t page = 0; page < 1000; ++page) ledger.record(page, static_cast<std::uint32_t>(page + 5));
+      ledger.flush();
+    }
+    File::open(file_, File::Mode::kReadWrite).write(place_of_sum(kSums, 130), std::string_view("x"));
+    PageLedger ledger = reopen();
+    if (kept) ledger.keep_checksums();
+    std::vector<std::uint32_t> sums(127), more(128);
+    ledger.read_checksums(0, sums);
+    EXPECT_EQ(sums[126], 131U);
+    const std::string error = test::message_of<CorruptError>([&] { ledger.read_checksums(0, more); });
+    EXPECT_NE(error.find("[8704, +512)"), std::string::npos) << error;
+    EXPECT_NE(error.find("pages 127 to 253"), std::string::npos) << error;
+    EXPECT_THROW(ledger.record(253, 1), CorruptError) << "the sector's other checksums would be lost";
+    if (kept) {
+      EXPECT_THROW((void)ledger.checksum(127), CorruptError);
+    }
+    std::vector<PageMark> marks(300);
+    ledger.read_marks(0, marks);
+    for (std::uint64_t page = 0; page < 300; ++page) EXPECT_EQ(marks[page].damaged, page >= 127 && page < 254) << page;
+    // Others in its block are recorded and it stays damaged.
+    ledger.record(0, 99);
+    ledger.flush();
+    EXPECT_THROW(reopen().read_checksums(127, std::span(sums)), CorruptError);
+
+    ledger.forget_damage();
+    ledger.record(127, 7);
+    ledger.flush();
+    const PageLedger after = reopen();
+    after.read_checksums(126, sums);
+    EXPECT_EQ(sums[0], 131U);
+    EXPECT_EQ(sums[1], 7U);
+    EXPECT_EQ(sums[2], 0U) << "none recorded";
+    EXPECT_TRUE(after.written(128));
+  }
+}
+
+TEST_F(PageLedgerTest, ASectorOfBitsThatDoesNotMatchIsHadFromTheChecksums) {
+  {
+    PageLedger ledger = create(10'000);
+    for (const std::uint64_t page : {3U, 4063U, 4064U, 8000U, 9999U}) ledger.record(page, 5);
+    ledger.flush();
+  }
+  File::open(file_, File::Mode::kReadWrite).write(4096 + 512 + 100, std::string_view("x"));
+  PageLedger ledger = reopen();
+  EXPECT_TRUE(ledger.written(4063));
+  EXPECT_TRUE(ledger.written(9999));
+  EXPECT_NE(test::message_of<CorruptError>([&] { (void)ledger.written(4064); }).find("pages 4064 to 8127"), std::string::npos);
+  EXPECT_THROW(ledger.record(5000, 1), CorruptError);
+  ledger.forget_damage();
+  ledger.flush();
+  const PageLedger after = reopen();
+  EXPECT_EQ(after.count_written(), 5U);
+  EXPECT_TRUE(after.written(4064));
+  EXPECT_TRUE(after.written(8000));
+}
+
+TEST_F(PageLedgerTest, ASectorInThePlaceOfAnotherIsNoticed) {
+  {
+    PageLedger ledger = create(1000);
+    for (std::uint64_t page = 0; page < 1000; ++page) ledger.record(page, static_cast<std::uint32_t>(page + 5));
+    ledger.flush();
+  }
+  const File file = File::open(file_, File::Mode::kReadWrite);
+  std::vector<std::byte> sector(512);
+  file.read(kSums, sector);
+  file.write(kSums + 512, sector);
+  std::vector<std::uint32_t> sum(1);
+  EXPECT_THROW(reopen().read_checksums(127, sum), CorruptError);
+}
+
+TEST_F(PageLedgerTest, AFileOfVersion1IsReadAndReplacedByTheFirstWriter) {
+  // 40'000 pages: 4096 + 8192 bytes before the checksums, which follow each other without anything between.
+  std::string text(12288 + 160'000, '\0');
+  const auto put = [&](std::size_t at, auto value) { std::memcpy(text.data() + at, &value, sizeof value); };
+  text.replace(0, 8, "EMBPAGES");
+  put(8, std::uint32_t{1});
+  put(16, std::uint64_t{40'000});
+  put(24, std::uint64_t{12288});
+  put(32, checksum64(std::as_bytes(std::span(text)).first(32)));
+  const std::vector<std::uint64_t> pages{0, 127, 128, 4064, 32512, 39'999};
+  for (const std::uint64_t page : pages) {
+    text[4096 + page / 8] = static_cast<char>(text[4096 + page / 8] | 1 << page % 8);
+    put(12288 + page * 4, static_cast<std::uint32_t>(page + 5));
+  }
+  test::write_text(file_, text);
+  const auto check = [&](const PageLedger& ledger) {
+    EXPECT_EQ(ledger.count_written(), pages.size());
+    std::vector<std::uint32_t> sums(40'000);
+    ledger.read_checksums(0, sums);
+    for (const std::uint64_t page : pages) {
+      EXPECT_TRUE(ledger.written(page)) << page;
+      EXPECT_EQ(std::exchange(sums[page], 0), page + 5);
+    }
+    EXPECT_EQ(sums, std::vector<std::uint32_t>(40'000));
+  };
+  {
+    PageLedger reader = PageLedger::open(File::open(file_, File::Mode::kRead));
+    check(reader);
+    reader.keep_checksums();
+    check(reader);
+  }
+  EXPECT_EQ(test::file_text(file_), text) << "a reader changes nothing";
+  check(reopen());
+  EXPECT_EQ(test::file_text(file_)[8], 2);
+  check(reopen());
+}
+
+TEST_F(PageLedgerTest, WhatShrinkingLeavesInTheLastSectorDoesNotComeBack) {
+  for (const bool kept : {false, true}) {
+    std::filesystem::remove(file_);
+    PageLedger ledger = create(1000);
+    if (kept) ledger.keep_checksums();
+    for (std::uint64_t page = 0; page < 1000; ++page) ledger.record(page, 5);
+    ledger.resize(200);
+    ledger.resize(300);
+    std::vector<std::uint32_t> sums(300);
+    ledger.read_checksums(0, sums);
+    EXPECT_EQ(std::count(sums.begin(), sums.end(), 5U), 200);
+    reopen().read_checksums(0, sums);
+    EXPECT_EQ(std::count(sums.begin(), sums.end(), 5U), 200);
+    EXPECT_FALSE(ledger.written(200));
+  }
+}
+
+TEST_F(PageLedgerTest, AnEnormousEmptyLedgerOpensAtOnce) {
+  create(1ULL << 31);  // 8 GiB of checksums
+  PageLedger ledger = reopen();
+  EXPECT_EQ(ledger.next_marked(0), ledger.pages());
+  ledger.record(ledger.pages() - 1, 5);
+  ledger.flush();
+  const PageLedger again = reopen();
+  EXPECT_EQ(again.next_marked(again.pages() - 1), again.pages() - 1);
 }
 
 TEST_F(PageLedgerTest, RefusesForeignAndBrokenFiles) {
@@ -193,8 +342,8 @@ TEST_F(PageLedgerTest, RefusesForeignAndBrokenFiles) {
   EXPECT_NE(refused(std::string(5000, 'x')).find("no magic"), std::string::npos);
   EXPECT_NE(refused(good.substr(0, good.size() - 1)).find("truncated"), std::string::npos);
   std::string newer = good;
-  newer[8] = 2;
-  EXPECT_NE(refused(newer).find("version 2"), std::string::npos);
+  newer[8] = 3;
+  EXPECT_NE(refused(newer).find("version 3"), std::string::npos);
   for (std::size_t byte = 12; byte < 40; ++byte) {
     std::string flipped = good;
     flipped[byte] = static_cast<char>(flipped[byte] ^ 0x40);

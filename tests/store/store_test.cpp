@@ -10,6 +10,7 @@
 #include <numeric>
 #include <thread>
 
+#include "io/checksum.hpp"
 #include "tests/store/store_fixture.hpp"
 
 namespace embermap {
@@ -844,9 +845,14 @@ TEST_F(StoreTest, AWrongBitInThePageFileIsNoticed) {
     store.close();
   }
   const auto set_byte = [&](std::string_view file, char value) {
-    std::fstream pages(path() / file, std::ios::in | std::ios::out | std::ios::binary);
-    pages.seekp(4096);
-    pages.put(value);
+    // With the checksum of its sector: what is wrong here is one bit, not the disk.
+    const File pages = File::open(path() / file, File::Mode::kReadWrite);
+    std::vector<std::byte> content(508);
+    pages.read(4096, content);
+    content[0] = static_cast<std::byte>(value);
+    const std::uint32_t sum = sector_checksum(content, 8);
+    pages.write(4096, content);
+    pages.write(4096 + 508, std::as_bytes(std::span(&sum, 1)));
   };
   set_byte("written.pages", 0);
   set_byte("fresh.pages", 1);
@@ -856,6 +862,98 @@ TEST_F(StoreTest, AWrongBitInThePageFileIsNoticed) {
   EXPECT_THAT(message_of<CorruptError>([&] { (void)gather(store.table("written"), {0}); }),
               HasSubstr("never written, but has a checksum"));
   EXPECT_THAT(message_of<CorruptError>([&] { (void)read_all(store.table("fresh")); }), HasSubstr("written, but has no checksum"));
+}
+
+// A store "s" of a table "t" of 10'000 rows of 8 floats, 128 in a page, and a backup of it.
+class RepairTest : public StoreTest {
+ protected:
+  RepairTest() {
+    Store store = open(1 << 20);
+    Table table = store.create("t", {.rows = 10'000, .dim = 8});
+    std::vector<float> rows(80'000);
+    for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i);
+    scatter(table, range(0, 10'000), rows);
+    store.close();
+    backup_ = path().parent_path() / "backup";
+    std::filesystem::remove_all(backup_);
+    std::filesystem::copy(path(), backup_, std::filesystem::copy_options::recursive);
+  }
+  ~RepairTest() override { std::filesystem::remove_all(backup_); }
+
+  static void damage(const std::filesystem::path& file, std::uint64_t at, char value = 'x') {
+    File::open(file, File::Mode::kReadWrite).write(at, std::string_view(&value, 1));
+  }
+  RepairReport repair() {
+    Store store = open(1 << 20);
+    Store backup = Store::open(backup_, {.mode = StoreOptions::Mode::kRead});
+    const RepairReport report = store.table("t").repair_from(backup.table("t"));
+    store.close();
+    return report;
+  }
+  std::filesystem::path backup_;
+};
+
+TEST_F(RepairTest, BadPagesComeBackFromABackupAndAllElseStays) {
+  {
+    Store store = open(1 << 20);  // a page is newer than the backup
+    Table table = store.table("t");
+    scatter(table, range(1280, 1281), std::vector<float>(8, -1));
+    store.close();
+  }
+  for (const std::uint64_t page : {3U, 4U, 10U, 20U}) damage(path() / "t.npy", 4096 + page * 4096 + 17);
+  damage(backup_ / "t.npy", 4096 + 20 * 4096 + 100);  // bad there too
+  const RepairReport report = repair();
+  EXPECT_EQ(report.bad_pages, 4U);
+  EXPECT_EQ(report.repaired_pages, 2U);
+  ASSERT_EQ(report.repaired.size(), 1U);
+  EXPECT_EQ(report.repaired[0].first_row, 384U);
+  EXPECT_EQ(report.repaired[0].last_row, 639U);
+  ASSERT_EQ(report.left.size(), 2U) << "page 10 is older there, and page 20 bad";
+  EXPECT_EQ(report.left[0].page, 10U);
+  Store store = open(1 << 20);
+  const VerifyReport verified = store.table("t").verify();
+  ASSERT_EQ(verified.bad.size(), 2U);
+  EXPECT_EQ(verified.bad[0].page, 10U);
+  EXPECT_EQ(gather(store.table("t"), {400})[0], 3200.0F);
+}
+
+TEST_F(RepairTest, ChecksumsThatWereDamagedComeBackWherePagesAreTheSame) {
+  damage(path() / "t.pages", 8192 + 5);             // the checksums of all pages
+  damage(path() / "t.npy", 4096 + 5 * 4096 + 100);  // and a page among them
+  EXPECT_EQ(open(1 << 20).table("t").verify().bad_pages, 79U);
+  const RepairReport report = repair();
+  EXPECT_EQ(report.bad_pages, 79U);
+  EXPECT_EQ(report.repaired_pages, 78U);
+  ASSERT_EQ(report.left.size(), 1U);
+  EXPECT_EQ(report.left[0].page, 5U) << "which of the two is right nobody knows";
+  EXPECT_EQ(open(1 << 20).table("t").verify().bad_pages, 1U);
+}
+
+TEST_F(RepairTest, AnotherTableIsNoBackup) {
+  {
+    Store backup = Store::open(backup_, {.memory = 1 << 20});
+    backup.table("t").resize(9'999);
+    backup.close();
+  }
+  EXPECT_THAT(message_of<InvalidArgument>([&] { repair(); }), HasSubstr("rows: 10000 here and 9999 there"));
+}
+
+TEST_F(RepairTest, WhatIsAcceptedIsGoodFromThenOn) {
+  damage(path() / "t.npy", 4096 + 3 * 4096);
+  damage(path() / "t.pages", 4096 + 400);
+  damage(path() / "t.pages", 8192 + 5);
+  {
+    Store store = open(1 << 20);
+    EXPECT_THROW((void)gather(store.table("t"), {400}), CorruptError);
+    store.table("t").accept();
+    EXPECT_EQ(store.table("t").verify().bad_pages, 0U);
+    const auto before = store.commit_number();
+    EXPECT_EQ(store.commit(), before + 1);
+  }
+  Store store = open(1 << 20);
+  const VerifyReport report = store.table("t").verify();
+  EXPECT_EQ(report.bad_pages, 0U);
+  EXPECT_EQ(report.written, 79U) << "bits and checksums were both damaged: bits as the file has them";
 }
 
 TEST_F(StoreTest, AProgressCallbackCannotUseItsStore) {
