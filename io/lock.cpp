@@ -91,7 +91,7 @@ struct WriterLock::Held {
   explicit Held(const std::filesystem::path& file) {
     const std::lock_guard guard(registry().mutex);
     registry().descriptors.push_back(&fd);
-    do fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
+    do fd = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW, 0666);
     while (fd < 0 && errno == EINTR);
   }
   ~Held() { close(); }

@@ -150,7 +150,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 Store open_store(const std::filesystem::path& path, std::string_view mode, std::uint64_t memory, int device, unsigned threads,
                  bool accept_unclean, std::string_view io, std::optional<bool> direct, std::string_view policy,
-                 std::string_view durability, std::uint64_t log_limit, bool autocommit) {
+                 std::string_view durability, std::uint64_t log_limit, bool autocommit, std::optional<bool> allow_adopted) {
   StoreOptions options;
   if (mode == "a") {
     options.mode = StoreOptions::Mode::kOpenOrCreate;
@@ -167,6 +167,7 @@ Store open_store(const std::filesystem::path& path, std::string_view mode, std::
   options.accept_unclean = accept_unclean;
   if (io != "auto") options.io = parse_io_engine(io);
   options.direct = direct;
+  options.allow_adopted = allow_adopted;
   const std::optional<Replacement> replacement = parse_replacement(policy);
   if (!replacement) throw InvalidArgument("policy '" + printable(policy) + "' is not one of 'lru', 's3fifo'");
   options.replacement = *replacement;
@@ -520,9 +521,10 @@ void bind_store(nb::module_& m) {
           "open", &open_store,
           nb::sig(
               "def open(path: str | os.PathLike[str], mode: str, memory: int, device: int, threads: int, accept_unclean: bool, "
-              "io: str, direct: bool | None, policy: str, durability: str, log_limit: int, autocommit: bool) -> Store"),
+              "io: str, direct: bool | None, policy: str, durability: str, log_limit: int, autocommit: bool, allow_adopted: bool "
+              "| None) -> Store"),
           "path"_a, "mode"_a, "memory"_a, "device"_a, "threads"_a, "accept_unclean"_a, "io"_a, "direct"_a.none(), "policy"_a,
-          "durability"_a, "log_limit"_a, "autocommit"_a)
+          "durability"_a, "log_limit"_a, "autocommit"_a, "allow_adopted"_a.none())
       .def_prop_ro("path", &Store::path)
       .def_prop_ro("writable", &Store::writable)
       .def_prop_ro("commit_number", &Store::commit_number)

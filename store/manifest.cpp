@@ -6,10 +6,12 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <span>
 #include <utility>
 #include <vector>
 
 #include "base/checked.hpp"
+#include "io/checksum.hpp"
 
 namespace embermap {
 namespace {
@@ -20,6 +22,7 @@ using ReadJson = nlohmann::json;      // looked up by key in a time that many ke
 constexpr std::uint64_t kMaxManifest = 64ULL << 20;
 constexpr std::size_t kDeepest = 16;  // nesting: ours is four deep
 constexpr std::string_view kFormatName = "embermap";
+constexpr std::string_view kChecksumKey = "\"checksum\"";  // of the manifest itself: its last key
 
 bool is_utf8(std::string_view text) {
   try {
@@ -54,6 +57,8 @@ Json init_json(const Initializer& init) {
   if (const auto* normal = std::get_if<Normal>(&init)) return {{"name", "normal"}, {"mean", normal->mean}, {"std", normal->std}};
   return {{"name", "zeros"}};
 }
+
+std::string checksum_text(std::string_view text) { return fmt::format("{:016x}", checksum64(std::as_bytes(std::span(text)))); }
 
 // Any bytes may stand in a path, but only UTF-8 in JSON.
 Json path_json(const std::filesystem::path& path) {
@@ -258,6 +263,10 @@ TableEntry read_table(const Reader& reader) {
   if (reader.has("adopted")) {
     entry.adopted = reader.path("adopted");
     entry.adopted_writable = reader.boolean("adopted_writable");
+    if (reader.has("adopted_in")) {
+      const Reader home = reader.object("adopted_in");
+      entry.adopted_in = {.inode = home.integer("inode"), .born_ns = home.integer("born_ns")};
+    }
   }
   if (reader.has("byte_order")) {
     const std::string order = reader.text("byte_order");
@@ -313,6 +322,11 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
   const ReadJson json = parse_json(text, file);
   const Reader top(file, json, "the manifest");
   if (!top.has("format") || top.text("format") != kFormatName) top.fail("is not of the format 'embermap'");
+  // Absent is accepted: that is how a manifest is changed by hand.
+  if (top.has("checksum") && top.text("checksum") != checksum_text(text.substr(0, text.rfind(kChecksumKey))))
+    throw FormatError(file,
+                      "the manifest does not match its checksum: it was damaged, or changed by something other than embermap. To "
+                      "accept it as it is, remove its last key, \"checksum\"");
   const std::uint64_t version = top.integer("version");
   if (version > kFormatVersion)
     throw FormatError(file,
@@ -377,11 +391,15 @@ std::string Manifest::text() const {
     if (entry.adopted) {
       table["adopted"] = path_json(*entry.adopted);
       table["adopted_writable"] = entry.adopted_writable;
+      table["adopted_in"] = {{"inode", entry.adopted_in.inode}, {"born_ns", entry.adopted_in.born_ns}};
       if (entry.big_endian) table["byte_order"] = "big";
     }
   }
   if (!unfinished.empty()) json["unfinished"] = unfinished;
-  return json.dump(2) + "\n";
+  std::string text = json.dump(2);
+  text.resize(text.size() - 2);  // without the closing line
+  text += ",\n  ";
+  return text + fmt::format("{}: \"{}\"\n}}\n", kChecksumKey, checksum_text(text));
 }
 
 void Manifest::save(const std::filesystem::path& store, FileOps& ops) const { replace_file(store / kManifestName, text(), ops); }

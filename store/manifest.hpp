@@ -12,6 +12,7 @@
 #include "base/dtype.hpp"
 #include "io/file.hpp"
 #include "kernels/optimizer.hpp"
+#include "store/adoption.hpp"
 #include "store/geometry.hpp"
 #include "store/initializer.hpp"
 #include "store/schema.hpp"
@@ -35,6 +36,7 @@ struct TableEntry {
   std::uint64_t memory = 0;                      // bytes of the store's budget; 0: by size
   TableCounters counters;                        // up to the commit
   std::optional<std::filesystem::path> adopted;  // the foreign file, absolute
+  StoreHome adopted_in;                          // all 0: not known
   bool adopted_writable = false;
   bool big_endian = false;  // the foreign file's elements have their highest byte first
 };
@@ -49,7 +51,7 @@ struct Manifest {
   std::set<std::string, std::less<>> unfinished;
 
   // Throws NotFound (no manifest there), FormatError naming the file and key: not JSON, another format, a newer version, wrong
-  // types, a geometry that cannot be. Nothing in it is trusted.
+  // types, a geometry that cannot be, a checksum that does not match (none is accepted). Nothing in it is trusted.
   static Manifest load(const std::filesystem::path& store);
   // The same for the text of the file; `file` is for messages.
   static Manifest parse(std::string_view text, const std::filesystem::path& file);

@@ -64,6 +64,11 @@ struct StoreOptions {
   bool autocommit = true;
   Progress recovery = {};       // called while opening applies what a crash left in the log: pages done, pages in all
   bool accept_unclean = false;  // take tables as they are after a session that ended without commit (see CorruptError on open)
+  // Whether tables whose data is a file from elsewhere (adopt) are opened. nullopt: if the file was adopted by this user from
+  // this very directory; in a store that was copied, unpacked, or belongs to someone else such a table is listed, and table()
+  // throws an error that says so. true: whatever the manifest names is opened; a writer records that it belongs here now. false:
+  // none is.
+  std::optional<bool> allow_adopted = {};
   FileOps* file_ops = nullptr;  // the system calls to use, for tests that inject faults; must outlive the store
 };
 

@@ -12,14 +12,11 @@
 #include "store/store_impl.hpp"
 
 namespace embermap {
-namespace {
-constexpr std::string_view kMarkName = "UNCOMMITTED";
-}
 
-std::filesystem::path UncommittedMark::path() const { return store_ / kMarkName; }
+std::filesystem::path UncommittedMark::path() const { return store_ / kName; }
 
 bool UncommittedMark::present(const std::filesystem::path& store, std::uint64_t commit) {
-  const std::filesystem::path file = store / kMarkName;
+  const std::filesystem::path file = store / kName;
   std::error_code error;
   if (!std::filesystem::exists(file, error)) return false;
   const std::string text = read_text(file, 64);

@@ -35,6 +35,7 @@ namespace embermap {
 // known to be stale.
 class UncommittedMark {
  public:
+  static constexpr std::string_view kName = "UNCOMMITTED";
   UncommittedMark(std::filesystem::path store, FileOps& ops) : store_{std::move(store)}, ops_{ops} {}
   // True if a session ended (or one is running) with pages written after commit `commit`.
   static bool present(const std::filesystem::path& store, std::uint64_t commit);
@@ -124,6 +125,7 @@ struct StoreCore {
   StoreCore(std::filesystem::path store, const StoreOptions& options, FileOps& file_ops)
       : path{std::move(store)},
         writable{options.mode != StoreOptions::Mode::kRead},
+        allow_adopted{options.allow_adopted},
         checks_pages{writable || !options.accept_unclean},
         memory{options.memory},
         replacement{options.replacement},
@@ -165,6 +167,7 @@ struct StoreCore {
 
   const std::filesystem::path path;
   const bool writable;
+  const std::optional<bool> allow_adopted;
   const bool checks_pages;  // false where tables are taken as they are, and cannot be resealed
   const std::uint64_t memory;
   const Replacement replacement;

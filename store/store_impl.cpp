@@ -138,6 +138,8 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
                           printable(absolute), kManifestName, printable(item.path().filename())));
       if (error) throw IoError(error.value(), "opendir", absolute);
     }
+    for (const std::string_view name : {kManifestName, kWriterLockName, UncommittedMark::kName, kLogName})
+      refuse_link(absolute / name);
     WriterLock lock;
     if (options.mode != Mode::kRead) {
       lock = WriterLock::acquire(absolute / kWriterLockName, absolute);
@@ -165,6 +167,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
       impl->look(options.accept_unclean);
       return impl;
     }
+    if (options.allow_adopted == true) impl->take_adopted();
     impl->open_tables();
     if (!impl->manifest_.unfinished.empty()) {
       impl->remove_unfinished();
@@ -186,12 +189,36 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
   }
 }
 
+void Store::Impl::check_adopted(const StoreCore& core, const std::string& name, const TableEntry& entry) {
+  if (core.allow_adopted == true) return;
+  const std::string why = core.allow_adopted ? "allow_adopted is off" : why_not_adopted_here(core.path, entry.adopted_in);
+  if (why.empty()) return;
+  throw FormatError(
+      core.path / kManifestName,
+      fmt::format("table '{}' uses {} outside the store, which is not opened: {}. If you trust the store, open it with "
+                  "allow_adopted = true (--allow-adopted)",
+                  printable(name), printable(*entry.adopted), why));
+}
+
+void Store::Impl::take_adopted() {
+  const StoreHome here = home_of(core_->path);
+  bool changed = false;
+  Manifest manifest = manifest_;
+  for (auto& [name, entry] : manifest.tables) {
+    if (!entry.adopted || entry.adopted_in == here) continue;
+    entry.adopted_in = here;
+    changed = true;
+  }
+  if (changed) replace_manifest(std::move(manifest));
+}
+
 void Store::Impl::open_tables() {
   broken_.clear();
   // A table whose files are gone or damaged does not take the others with it: whoever asks for it gets the error.
   auto entries = manifest_.tables;
   for (const auto& [name, entry] : manifest_.tables) {
     try {
+      if (entry.adopted) check_adopted(*core_, name, entry);
       const auto known = tables_.find(name);
       if (known == tables_.end()) {
         tables_.emplace(name, open_table(name, entry));
@@ -315,7 +342,12 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
   for (const auto& [name, entry] : manifest.tables) {
     if (tables.erase(entry.id) == 0) continue;
     auto recovered = std::make_unique<Recovered>(Recovered{Schema(entry.dim, entry.dtype, entry.optimizer), nullptr});
-    File data = File::open(entry.adopted ? *entry.adopted : core.path / (name + ".npy"), File::Mode::kReadWrite, core.ops);
+    const std::filesystem::path data_path = entry.adopted ? *entry.adopted : core.path / (name + ".npy");
+    // Without this file its committed pages would be lost, so that the store is not opened at all.
+    entry.adopted ? check_adopted(core, name, entry) : refuse_link(data_path);
+    refuse_link(core.path / (name + ".pages"));
+    File data = File::open(data_path, File::Mode::kReadWrite, core.ops);
+    if (entry.adopted) check_header(read_npy_header(data), data_path, recovered->schema, entry, /*resized=*/false);
     PageLedger ledger = PageLedger::open(File::open(core.path / (name + ".pages"), File::Mode::kReadWrite, core.ops));
     if (ledger.pages() < entry.geometry.pages())
       throw FormatError(core.path / (name + ".pages"),
@@ -348,6 +380,8 @@ std::shared_ptr<TableImpl> Store::Impl::open_table(const std::string& name, cons
 
 std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, const TableEntry& entry) const {
   const std::filesystem::path path = entry.adopted ? *entry.adopted : data_path(name);
+  if (!entry.adopted) refuse_link(path);
+  refuse_link(pages_path(name));
   const bool write = core_->writable && (!entry.adopted || entry.adopted_writable);
   File data = File::open(path, write ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops);
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
@@ -619,6 +653,7 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
   entry.geometry.data_offset = header.data_offset;
   entry.big_endian = big_endian;
   entry.adopted = path;
+  entry.adopted_in = home_of(core_->path);
   entry.adopted_writable = writable && ::access(path.c_str(), W_OK) == 0;
   check_budget(name, entry);
   TemporaryFile pages = TemporaryFile::create(pages_path(name), /*overwrite=*/false, core_->ops);

@@ -77,6 +77,10 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   void remove_unfinished();
   static std::set<std::string, std::less<>> files_of(std::string_view name, bool adopted);
   Table complete(const std::string& name, const TableEntry& entry, NewFiles files);
+  // Throws FormatError if the table's data is a file from elsewhere that this store may not open.
+  static void check_adopted(const StoreCore& core, const std::string& name, const TableEntry& entry);
+  // Records in the manifest that adopted files belong to this store now.
+  void take_adopted();
   std::shared_ptr<TableImpl> open_table(const std::string& name, const TableEntry& entry);
   std::pair<File, PageLedger> open_files(const std::string& name, const TableEntry& entry) const;
   // Adds an entry whose files are complete; on failure removes nothing of them.

@@ -33,6 +33,7 @@ struct Common {
   std::string io = "auto", policy = "lru", durability = "commit";
   std::string log_limit;  // empty: by the memory
   std::optional<bool> direct = {};
+  bool allow_adopted = false;
 };
 
 // The command that was chosen: runs after the whole command line was parsed, returns the exit code.

@@ -30,6 +30,11 @@ void add_store_options(CLI::App& command, Common& common) {
   command.add_option("--log-limit", common.log_limit, "Most bytes of redo log (default: twice the memory, 256MiB to 32GiB)")
       ->type_name("SIZE")
       ->group(group);
+  command
+      .add_flag("--allow-adopted", common.allow_adopted,
+                "Open the files outside the store that it names, though it was copied or unpacked since they were adopted, or is "
+                "another user's")
+      ->group(group);
   command.add_option("--policy", common.policy, "Which pages stay in memory: lru (default), s3fifo")
       ->type_name("NAME")
       ->group(group);
@@ -52,6 +57,7 @@ StoreOptions store_options(const Common& common, StoreOptions::Mode mode) {
   }
   if (!common.log_limit.empty()) options.log_limit = parse_size_option("--log-limit", common.log_limit);
   options.direct = common.direct;
+  if (common.allow_adopted) options.allow_adopted = true;
   return options;
 }
 

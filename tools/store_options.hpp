@@ -1,4 +1,4 @@
-// How a command opens a store: --memory, --io, --direct, --policy.
+// How a command opens a store: --memory, --io, --direct, --policy, --allow-adopted.
 #pragma once
 
 #include "store/store.hpp"
@@ -6,7 +6,7 @@
 
 namespace embermap::tools {
 
-// Adds --io, --direct and --no-direct, --policy: for commands that open a store.
+// Adds --io, --direct and --no-direct, --allow-adopted, --policy: for commands that open a store.
 void add_store_options(CLI::App& command, Common& common);
 
 // What the command line asks for. Throws UsageError.

@@ -543,6 +543,7 @@ def open(  # noqa: A001
     durability: Durability = "commit",
     log_limit: int | str | None = None,
     autocommit: bool = True,
+    allow_adopted: bool | None = None,
 ) -> Store:
     """Open a store: a directory of tables.
 
@@ -586,6 +587,12 @@ def open(  # noqa: A001
         autocommit: where more than that was changed, commit at the beginning of the call that would
             change more. False: that call raises LogFullError. A single call that exceeds it is
             done all the same.
+        allow_adopted: whether tables whose data is a file from elsewhere (`Store.adopt`) are
+            opened. None: if you adopted the file and the store is still the directory in which you
+            did: one that was copied, unpacked from an archive or restored, or that belongs to
+            another user, must not decide which of your files are read and written. Such a table is
+            listed, and asking for it raises FormatError naming the file. True: open whatever the
+            store names; a writer records that it belongs here now. False: open none.
 
     Raises: StoreNotFoundError (a FileNotFoundError; modes "r+" and "r"), FormatError (not a store,
     a newer version, a broken manifest), LockedError (open for writing elsewhere, names the
@@ -597,6 +604,8 @@ def open(  # noqa: A001
         raise ValueError(f'mode must be "a", "r+" or "r", not {mode!r}')
     if direct is not None and not isinstance(direct, bool):
         raise TypeError(f"direct must be True, False or None, not {direct!r}")
+    if allow_adopted is not None and not isinstance(allow_adopted, bool):
+        raise TypeError(f"allow_adopted must be True, False or None, not {allow_adopted!r}")
     for value, name in ((io, "io"), (policy, "policy"), (durability, "durability")):
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a string, not {value!r}")
@@ -613,6 +622,7 @@ def open(  # noqa: A001
         durability,
         0 if log_limit is None else _checks.size(log_limit, "log_limit"),
         bool(autocommit),
+        allow_adopted,
     )
     try:
         core = _core.Store.open(where, *arguments)

@@ -29,6 +29,16 @@ TEST(Manifest, WhatIsWrittenIsReadAsTheSame) {
   EXPECT_EQ(Manifest::parse(manifest.text(), "embermap.json").text(), manifest.text());
 }
 
+TEST(Manifest, AChangedByteIsNoticedAndAMissingChecksumIsNot) {
+  const std::string text = Manifest::parse(with_tables("\"a\": " + kTable + "}"), "embermap.json").text();
+  std::string changed = text;
+  changed.replace(changed.find("\"rows\": 100"), 11, "\"rows\": 101");
+  EXPECT_THAT(refusal(changed), HasSubstr("does not match its checksum"));
+  std::string accepted = changed.substr(0, changed.rfind("\"checksum\""));
+  accepted = accepted.substr(0, accepted.rfind(',')) + "}";
+  EXPECT_EQ(Manifest::parse(accepted, "embermap.json").tables.at("a").geometry.rows, 101U);
+}
+
 TEST(Manifest, ReadsManyTablesInATimeThatGrowsWithTheirNumber) {
   // Found by their names one after another, so many would take minutes.
   std::string tables;

@@ -11,6 +11,7 @@
 #include <thread>
 
 #include "io/checksum.hpp"
+#include "io/npy.hpp"
 #include "tests/store/store_fixture.hpp"
 
 namespace embermap {
@@ -862,6 +863,93 @@ TEST_F(StoreTest, AWrongBitInThePageFileIsNoticed) {
   EXPECT_THAT(message_of<CorruptError>([&] { (void)gather(store.table("written"), {0}); }),
               HasSubstr("never written, but has a checksum"));
   EXPECT_THAT(message_of<CorruptError>([&] { (void)read_all(store.table("fresh")); }), HasSubstr("written, but has no checksum"));
+}
+
+// A store with an adopted table "t" that embermap has written to, and one of its own.
+class AdoptedElsewhereTest : public StoreTest {
+ protected:
+  AdoptedElsewhereTest() : file_{path().parent_path() / "adopted.npy"}, copy_{path().parent_path() / "copy"} {
+    std::filesystem::remove_all(copy_);
+    const std::string header = format_npy_header("<f4", {}, 0, {100, 8}, 0);
+    write_text(file_, header + std::string(100 * 32, '\0'));
+    Store store = open(1 << 20);
+    store.adopt("t", file_);
+    store.create("own", {.rows = 10, .dim = 2});
+    store.close();
+    std::filesystem::copy(path(), copy_, std::filesystem::copy_options::recursive);
+  }
+  ~AdoptedElsewhereTest() override {
+    std::filesystem::remove_all(copy_);
+    std::filesystem::remove(file_);
+  }
+  Store open_copy(std::optional<bool> allow = {}) { return Store::open(copy_, {.memory = 1 << 20, .allow_adopted = allow}); }
+  std::filesystem::path file_, copy_;
+};
+
+TEST_F(AdoptedElsewhereTest, AStoreOpensWhatWasAdoptedInIt) {
+  std::filesystem::rename(path(), copy_.string() + "-moved");  // the same directory under another name
+  Store store = Store::open(copy_.string() + "-moved", {.memory = 1 << 20});
+  EXPECT_EQ(gather(store.table("t"), {3})[0], 0.0F);
+  store.close();
+  std::filesystem::rename(copy_.string() + "-moved", path());
+}
+
+TEST_F(AdoptedElsewhereTest, ACopyListsTheTableAndOpensItOnlyWhenTold) {
+  const std::string before = test::file_text(file_);
+  {
+    Store store = open_copy();
+    EXPECT_EQ(store.tables().size(), 2U);
+    EXPECT_NO_THROW(store.table("own"));
+    const std::string error = message_of<FormatError>([&] { store.table("t"); });
+    EXPECT_THAT(error, HasSubstr(file_.filename().string()));
+    EXPECT_THAT(error, HasSubstr("copied, unpacked or restored"));
+    EXPECT_THAT(error, HasSubstr("allow_adopted"));
+    scatter(store.table("own"), {1}, {1, 2});
+    store.close();
+  }
+  EXPECT_EQ(test::file_text(file_), before);
+  {
+    Store store = open_copy(true);
+    EXPECT_NO_THROW(store.table("t"));
+  }
+  EXPECT_NO_THROW(open_copy().table("t")) << "a writer that was told has recorded it";
+}
+
+TEST_F(AdoptedElsewhereTest, NoneIsOpenedWhereThatIsOff) {
+  Store store = Store::open(path(), {.memory = 1 << 20, .allow_adopted = false});
+  EXPECT_THAT(message_of<FormatError>([&] { store.table("t"); }), HasSubstr("allow_adopted is off"));
+}
+
+TEST_F(StoreTest, LinksInTheDirectoryAreNotFollowed) {
+  {
+    Store store = open(1 << 20);
+    store.create("t", {.rows = 10, .dim = 2});
+    store.close();
+  }
+  const std::filesystem::path victim = path().parent_path() / "victim";
+  for (const char* name : {"LOCK", "UNCOMMITTED", "embermap.json"}) {
+    write_text(victim, "mine");
+    const std::filesystem::path link = path() / name, aside = path() / "aside";
+    const bool there = std::filesystem::exists(link);
+    if (there) std::filesystem::rename(link, aside);
+    std::filesystem::create_symlink(victim, link);
+    EXPECT_THAT(message_of<FormatError>([&] { open(1 << 20); }), HasSubstr("symbolic link")) << name;
+    EXPECT_EQ(test::file_text(victim), "mine") << name;
+    std::filesystem::remove(link);
+    if (there) std::filesystem::rename(aside, link);
+  }
+  for (const char* name : {"t.npy", "t.pages"}) {
+    const std::filesystem::path link = path() / name;
+    std::filesystem::rename(link, victim);
+    std::filesystem::create_symlink(victim, link);
+    Store store = open(1 << 20);
+    EXPECT_THAT(message_of<FormatError>([&] { store.table("t"); }), HasSubstr("symbolic link")) << name;
+    store.abandon();
+    std::filesystem::remove(link);
+    std::filesystem::rename(victim, link);
+  }
+  EXPECT_NO_THROW(open(1 << 20).table("t"));
+  std::filesystem::remove(victim);
 }
 
 // A store "s" of a table "t" of 10'000 rows of 8 floats, 128 in a page, and a backup of it.

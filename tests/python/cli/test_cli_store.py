@@ -290,13 +290,37 @@ def test_verify_finds_a_changed_byte(cli: Embermap, tmp_path: Path) -> None:
         assert "128-255, 960-999" in result.error
         assert result.json["ok"] is False
         bad = next(t for t in result.json["tables"] if t["name"] == "x")["bad"]
-        assert [(b["page"], b["first_row"], b["last_row"]) for b in bad] == [
-            (2, 128, 191),
-            (3, 192, 255),
-            (15, 960, 999),
+        assert bad == [
+            {"page": 2, "pages": 2, "first_row": 128, "last_row": 255},
+            {"page": 15, "pages": 1, "first_row": 960, "last_row": 999},
         ]
     cli.ok("verify", "t/y", cwd=tmp_path)
     assert "bad rows 128-255" in cli("verify", "t/x", cwd=tmp_path).out
+
+
+def test_verify_repairs_from_a_backup_and_accepts(cli: Embermap, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", random_rows(1000, 16))
+    cli.ok("import", "a.npy", "t/x", cwd=tmp_path)
+    cli.ok("create", "t/y", *SHAPE, cwd=tmp_path)
+    shutil.copytree(tmp_path / "t", tmp_path / "backup")
+    good = (tmp_path / "t" / "x.npy").read_bytes()
+
+    def damage() -> None:
+        with (tmp_path / "t" / "x.npy").open("r+b") as file:
+            file.seek(4096 + 130 * 64)
+            file.write(b"\xff")
+
+    damage()
+    out = cli.ok("verify", "t", "--repair-from", "backup", cwd=tmp_path).out
+    assert "x: 1 page bad, 1 repaired: rows 128-191" in out
+    assert "x: 16 of 16 pages written, 16 verified, 0 bad" in out
+    assert (tmp_path / "t" / "x.npy").read_bytes() == good
+    damage()
+    assert "1 page accepted" in cli.ok("verify", "t/x", "--accept", cwd=tmp_path).out
+    assert (tmp_path / "t" / "x.npy").read_bytes() != good
+    cli.ok("verify", "t", cwd=tmp_path)
+    assert cli("verify", "t", "--repair-from", "backup/x", cwd=tmp_path).code == 2
+    assert cli("verify", "t", "--repair-from", "backup", "--accept", cwd=tmp_path).code == 2
 
 
 def test_materialize_writes_initial_rows(cli: Embermap, tmp_path: Path) -> None:
