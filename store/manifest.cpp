@@ -322,16 +322,16 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
   const ReadJson json = parse_json(text, file);
   const Reader top(file, json, "the manifest");
   if (!top.has("format") || top.text("format") != kFormatName) top.fail("is not of the format 'embermap'");
-  // Absent is accepted: that is how a manifest is changed by hand.
-  if (top.has("checksum") && top.text("checksum") != checksum_text(text.substr(0, text.rfind(kChecksumKey))))
-    throw FormatError(file,
-                      "the manifest does not match its checksum: it was damaged, or changed by something other than embermap. To "
-                      "accept it as it is, remove its last key, \"checksum\"");
   const std::uint64_t version = top.integer("version");
   if (version > kFormatVersion)
     throw FormatError(file,
                       fmt::format("store format version {} is newer than this embermap reads ({})", version, kFormatVersion));
   if (version == 0) top.fail("has version 0");
+  // Absent is accepted: that is how a manifest is changed by hand.
+  if (top.has("checksum") && top.text("checksum") != checksum_text(text.substr(0, text.rfind(kChecksumKey))))
+    throw FormatError(file,
+                      "the manifest does not match its checksum: it was damaged, or changed by something other than embermap. To "
+                      "accept it as it is, remove its last key, \"checksum\"");
   Manifest manifest;
   manifest.commit = top.integer("commit");
   if (manifest.commit >= 1ULL << 63) top.fail(fmt::format("has an impossible 'commit': {}", manifest.commit));

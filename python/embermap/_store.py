@@ -40,6 +40,7 @@ class _Session:
         self.device = device
         self.process = os.getpid()
         self.forked = False
+        self.allow_adopted: bool | None = None
         self.hints: HintServer | None = (
             None  # takes ids from worker processes, if any were asked for
         )
@@ -89,7 +90,9 @@ _sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 # What pickles opened in this process, by path and memory: those that come later use the same.
-_restored: weakref.WeakValueDictionary[tuple[str, int], _Session] = weakref.WeakValueDictionary()
+_restored: weakref.WeakValueDictionary[tuple[str, int, bool | None], _Session] = (
+    weakref.WeakValueDictionary()
+)
 _restoring = threading.Lock()
 
 
@@ -199,7 +202,9 @@ class Store:
     def __reduce__(self) -> tuple[Any, ...]:
         core = self._live
         inode = self.path.stat().st_ino
-        return (_restore_store, (self._session.path, core.memory, core.commit_number, inode))
+        session = self._session
+        where = (session.path, core.memory, core.commit_number, inode, session.allow_adopted)
+        return (_restore_store, where)
 
     def _check_outside(self, file: Path) -> None:
         """Refuse to write a file that the store itself lives in."""
@@ -630,7 +635,9 @@ def open(  # noqa: A001
         if _core.is_store(where):
             raise
         raise StoreNotFoundError(errno.ENOENT, "no store", str(where)) from error
-    return Store(_Session(core, str(core.path), mode, number))
+    session = _Session(core, str(core.path), mode, number)
+    session.allow_adopted = allow_adopted
+    return Store(session)
 
 
 def _stamp(path: str) -> _Stamp:
@@ -644,17 +651,19 @@ def _stamp(path: str) -> _Stamp:
     return (of("embermap.json"), of("redo.log"))
 
 
-def _restore_store(path: str, memory: int, commit: int, inode: int) -> Store:
+def _restore_store(
+    path: str, memory: int, commit: int, inode: int, allow_adopted: bool | None
+) -> Store:
     """Open the store of a pickle, read-only, and check that it is the same one."""
     with _restoring:
         stamp = _stamp(
             path
         )  # before it is opened: a commit in between makes the next one open anew
-        session = _restored.get((path, memory))
+        session = _restored.get((path, memory, allow_adopted))
         if session is None or session.core.closed or session.restored_from != stamp:
-            session = open(path, mode="r", memory=memory)._session
+            session = open(path, mode="r", memory=memory, allow_adopted=allow_adopted)._session
             session.restored_from = stamp
-            _restored[path, memory] = session
+            _restored[path, memory, allow_adopted] = session
     store = Store(session)
     if store.path.stat().st_ino != inode or store.commit_number < commit:
         raise ValueError(f"{path!r} is not the store that was pickled: it was replaced since")

@@ -141,6 +141,8 @@ def make_manifest() -> None:
         "adopted_bytes",
         manifest({"w": table(**adopted | {"adopted": {"hex": "2fff2e6e7079"}})}),
     )
+    relative = adopted | {"adopted": "../w.npy", "adopted_in": {"inode": 1, "born_ns": 2}}
+    save("manifest", "adopted_relative", manifest({"w": table(**relative)}))
     counters = {
         "hits": 1,
         "misses": 2,

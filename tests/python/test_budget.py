@@ -217,6 +217,7 @@ def test_a_manifest_without_counters_is_read(path):
         store.create("t", rows=10, dim=2)[0] = 1
     manifest = path / "embermap.json"
     data = json.loads(manifest.read_text())
+    del data["checksum"]  # as who edits it by hand does
     counters = data["tables"]["t"].pop("counters")
     manifest.write_text(json.dumps(data))
     with em.open(path, memory="1MiB") as store:
