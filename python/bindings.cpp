@@ -549,6 +549,7 @@ void bind_store(nb::module_& m) {
       .def("tables", &Store::tables, Release())
       .def("remove", &Store::remove, "name"_a, Release())
       .def("commit", &Store::commit, Release())
+      .def("checkpoint", &Store::checkpoint, Release())
       .def("refresh", &Store::refresh, Release())
       .def(
           "log_stats",

@@ -38,6 +38,7 @@ bool Store::contains(std::string_view name) const { return impl_->contains(name)
 std::vector<std::string> Store::tables() const { return impl_->names(); }
 void Store::remove(std::string_view name) { impl_->remove(name); }
 std::uint64_t Store::commit() { return impl_->commit(); }
+void Store::checkpoint() { impl_->checkpoint(); }
 std::uint64_t Store::refresh() { return impl_->refresh(); }
 void Store::close() { impl_->close(); }
 void Store::abandon() noexcept { impl_->abandon(); }

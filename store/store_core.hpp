@@ -131,6 +131,8 @@ struct StoreCore {
         replacement{options.replacement},
         write_behind{options.write_behind},
         durability{options.durability},
+        log_limit{options.log_limit != 0 ? options.log_limit
+                                         : std::clamp<std::uint64_t>(options.memory, 128U << 20, std::uint64_t{32} << 30)},
         autocommit{options.autocommit},
         device{options.device},
         page_io{.engine = options.io, .direct = options.direct},
@@ -149,9 +151,10 @@ struct StoreCore {
     return std::min<std::uint64_t>(of_memory / 32, 16ULL << 20);
   }
   std::uint64_t transfer_bytes() const noexcept { return transfer_bytes(memory); }
-  // Of the budget, for the index of the redo log.
-  static std::uint64_t log_index_bytes(std::uint64_t of_memory, std::uint64_t limit) noexcept {
-    return std::min(of_memory / 32, LogIndex::bytes_for(limit / 4096));
+  // Of the budget, for the redo log: its index, and the list of pages that are being applied.
+  std::uint64_t log_memory() const noexcept {
+    if (!writable || durability == Durability::kNone) return 0;
+    return std::min(memory / 8, LogIndex::bytes_for(log_limit / kMinPageBytes) + log_limit / kMinPageBytes * 32);
   }
   // To be called before rows are changed, with no lock held: where what was changed since the last commit takes half of the log's
   // limit, commits, or throws LogFullError if that is not wanted.
@@ -173,6 +176,7 @@ struct StoreCore {
   const Replacement replacement;
   const bool write_behind;
   const Durability durability;
+  const std::uint64_t log_limit;
   const bool autocommit;
   const int device;
   const PageIoOptions page_io;

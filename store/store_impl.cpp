@@ -21,8 +21,7 @@ namespace {
 
 constexpr std::string_view kWriterLockName = "LOCK";
 
-// Of the redo log.
-constexpr std::uint64_t kSmallestLimit = 1U << 20, kLeastLimit = 256U << 20, kMostLimit = std::uint64_t{32} << 30;
+constexpr std::uint64_t kSmallestLimit = 1U << 20;  // of the redo log
 
 constexpr int kMostLooks = 200;  // of a reader at a store that changes
 
@@ -110,6 +109,9 @@ std::shared_ptr<Store::Impl> Store::Impl::of(StoreCore& core) {
 std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path, const StoreOptions& options) {
   using Mode = StoreOptions::Mode;
   if (path.empty()) throw InvalidArgument("the store's path is empty");
+  if (options.log_limit != 0 && options.log_limit < kSmallestLimit)
+    throw InvalidArgument(fmt::format("a log_limit of {} bytes is too small: a redo log has at least {} ({})", options.log_limit,
+                                      kSmallestLimit, format_size(kSmallestLimit)));
   FileOps& ops = options.file_ops != nullptr ? *options.file_ops : FileOps::system();
   if (options.device >= 0 && options.device >= cuda_devices())
     throw CudaError(cuda_devices() == 0 ? fmt::format("no CUDA device: {}", cuda_absence())
@@ -232,12 +234,13 @@ void Store::Impl::open_tables() {
       tables_.erase(name);
     }
   }
-  const auto shares = plan(core_->memory, core_->replacement, entries);
+  const auto shares = plan(*core_, entries);
   for (const auto& [name, table] : tables_) table->set_share(shares.at(name));
 }
 
 void Store::Impl::look(bool accept_unclean) {
   for (int attempt = 1;; ++attempt) {
+    refuse_link(core_->path / kLogName);
     auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
     Manifest manifest = Manifest::load(core_->path);
     if (view && !view->manifest().empty()) {
@@ -273,6 +276,14 @@ std::uint64_t Store::Impl::refresh() {
   const auto guard = lock();
   if (!core_->writable) look(/*accept_unclean=*/!core_->checks_pages);
   return manifest_.commit;
+}
+
+void Store::Impl::checkpoint() {
+  const auto guard = lock();
+  check_writable();
+  if (!core_->log) return;
+  core_->log->check_usable();
+  core_->log->apply_all();
 }
 
 LogStats Store::Impl::log_stats() const {
@@ -316,12 +327,8 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
 Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Manifest manifest) {
   const std::filesystem::path path = core.path / kLogName;
   if (core.durability == Durability::kNone && !is_there(path)) return manifest;
-  const std::uint64_t twice = checked_mul(core.memory, 2, "bytes of the redo log");
-  const std::uint64_t limit = options.log_limit != 0 ? options.log_limit : std::clamp(twice, kLeastLimit, kMostLimit);
-  if (limit < kSmallestLimit)
-    throw InvalidArgument(fmt::format("a log_limit of {} bytes is too small: a redo log has at least {} ({})", limit,
-                                      kSmallestLimit, format_size(kSmallestLimit)));
-  const RedoLogOptions log_options{.limit = limit,
+  refuse_link(path);
+  const RedoLogOptions log_options{.limit = core.log_limit,
                                    .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
                                    .io = core.page_io};
   core.log = std::make_unique<RedoLog>(
@@ -446,7 +453,7 @@ TableEntry Store::Impl::new_entry(std::string_view name, const TableOptions& opt
 void Store::Impl::check_budget(std::string_view name, const TableEntry& entry) const {
   auto entries = manifest_.tables;
   entries.emplace(name, entry);
-  (void)plan(core_->memory, core_->replacement, entries);
+  (void)plan(*core_, entries);
 }
 
 Store::Impl::NewFiles Store::Impl::new_files(std::string_view name, const TableEntry& entry) const {
@@ -546,7 +553,7 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   ++manifest.next_id;
   manifest.tables.emplace(name, entry);
   for (const std::string& file : files_of(name, entry.adopted.has_value())) manifest.unfinished.erase(file);
-  const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
+  const auto shares = plan(*core_, manifest.tables);
   auto table = open_table(name, entry);
   apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
   table->set_share(shares.at(name));
@@ -717,7 +724,7 @@ void Store::Impl::remove(std::string_view name) {
   if (const auto found = broken_.find(name); found != broken_.end()) broken_.erase(found);
   remove_unfinished();
   replace_manifest(manifest_);
-  apply(plan(core_->memory, core_->replacement, manifest_.tables));
+  apply(plan(*core_, manifest_.tables));
 }
 
 std::uint64_t Store::Impl::commit() {
@@ -807,9 +814,9 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
   make_geometry(rows, entry.geometry.stride, 1, false, entry.page_bytes);  // throws if a file cannot hold so many
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;
-  const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
+  const auto shares = plan(*core_, manifest.tables);
 
-  const auto shares_before = plan(core_->memory, core_->replacement, manifest_.tables);
+  const auto shares_before = plan(*core_, manifest_.tables);
   commit_still(/*even_unchanged=*/false);
   if (core_->log) {
     grow_logged(table, rows, weights, shares, shares_before);
@@ -875,7 +882,7 @@ void Store::Impl::shrink_logged(TableImpl& table, std::uint64_t rows) {
   const std::uint64_t before = table.rows();
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;
-  const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
+  const auto shares = plan(*core_, manifest.tables);
   core_->log->apply_all();
   bool prepared = false;
   try {
@@ -918,7 +925,7 @@ void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
   core_->mark.set(manifest_.commit);
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;
-  const auto shares = plan(core_->memory, core_->replacement, manifest.tables);
+  const auto shares = plan(*core_, manifest.tables);
   replace_manifest(std::move(manifest));
   table.shrink(rows, last_checksum);
   set_shares(shares);
@@ -946,7 +953,7 @@ void Store::Impl::set_memory(TableImpl& table, std::uint64_t bytes) {
     throw ClosedError(fmt::format("table '{}' was removed", printable(table.name())));
   auto tables = manifest_.tables;
   tables.at(table.name()).memory = bytes;
-  const auto shares = plan(core_->memory, core_->replacement, tables);
+  const auto shares = plan(*core_, tables);
   set_shares(shares);
   table.set_memory(bytes);
   manifest_.tables.at(table.name()).memory = bytes;
@@ -959,8 +966,10 @@ void Store::Impl::materialize(TableImpl& table, const Progress& progress) {
   commit_locked(/*even_unchanged=*/false);
 }
 
-std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Replacement replacement,
+std::map<std::string, MemoryShare> Store::Impl::plan(const StoreCore& core,
                                                      const std::map<std::string, TableEntry, std::less<>>& tables) {
+  const std::uint64_t memory = core.memory;
+  const Replacement replacement = core.replacement;
   struct Need {
     std::string name;
     std::uint64_t pages, frame, bits, least, want, given;  // want: frames for all pages, and all checksums
@@ -1008,7 +1017,7 @@ std::map<std::string, MemoryShare> Store::Impl::plan(std::uint64_t memory, Repla
   // share the rest by size, each at least a page. Those with memory of their own come before all.
   std::sort(needs.begin(), needs.end(),
             [](const Need& a, const Need& b) { return std::pair(a.given == 0, a.want) < std::pair(b.given == 0, b.want); });
-  std::uint64_t left = memory - std::min(StoreCore::transfer_bytes(memory), memory - least), want = 0, minima = 0;
+  std::uint64_t left = memory - std::min(core.transfer_bytes() + core.log_memory(), memory - least), want = 0, minima = 0;
   std::uint64_t open = 0;  // tables that share by size
   for (const Need& need : needs) {
     left -= need.bits;

@@ -19,6 +19,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
  public:
   static std::shared_ptr<Impl> open(const std::filesystem::path& path, const StoreOptions& options);
   std::uint64_t refresh();
+  void checkpoint();
   LogStats log_stats() const;
   ~Impl();
   // The store of a table. Throws ClosedError if it is gone.
@@ -107,7 +108,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   void release() noexcept;
   // Shares of the budget for these tables, less what is kept for pages in flight. Throws BudgetError naming the tables and the
   // least that would do.
-  static std::map<std::string, MemoryShare> plan(std::uint64_t memory, Replacement replacement,
+  static std::map<std::string, MemoryShare> plan(const StoreCore& core,
                                                  const std::map<std::string, TableEntry, std::less<>>& tables);
   void apply(const std::map<std::string, MemoryShare>& shares);
   // With all tables standing still. All of them or, when it throws, none.

@@ -27,7 +27,7 @@ void add_store_options(CLI::App& command, Common& common) {
                   "commit (default): all tables at the last commit after a crash; none: faster, for what can be made again")
       ->type_name("NAME")
       ->group(group);
-  command.add_option("--log-limit", common.log_limit, "Most bytes of redo log (default: twice the memory, 256MiB to 32GiB)")
+  command.add_option("--log-limit", common.log_limit, "Most bytes of redo log (default: as the memory, 128MiB to 32GiB)")
       ->type_name("SIZE")
       ->group(group);
   command

@@ -436,6 +436,14 @@ class Store:
         """
         return self._live.commit()
 
+    def checkpoint(self) -> None:
+        """Move what is committed from the redo log to the tables' `.npy` files.
+
+        They are exactly the last commit then: for NumPy, backups and whoever looks at the files
+        themselves. The store does so by itself, later, and when it is closed. Commits nothing.
+        """
+        self._live.checkpoint()
+
     def refresh(self) -> int:
         """Bring a store opened with mode "r" to the last commit.
 
@@ -587,8 +595,8 @@ def open(  # noqa: A001
             pages are written to the tables at any time, once; after a crash they may be of different
             moments, and the store is refused until `accept_unclean`. For what can be made again.
         log_limit: bytes, or a text, of the redo log: what is changed between two commits may take
-            half of it. None: twice `memory`, at least 256 MiB and at most 32 GiB. It takes disk only
-            as it is used.
+            half of it. None: as `memory`, at least 128 MiB and at most 32 GiB. It takes disk only as
+            it is used; its index takes up to 3 % as many bytes of `memory`.
         autocommit: where more than that was changed, commit at the beginning of the call that would
             change more. False: that call raises LogFullError. A single call that exceeds it is
             done all the same.
