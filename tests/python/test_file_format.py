@@ -52,7 +52,7 @@ class Reader:
 
     def __init__(self, store: Path, name: str) -> None:
         manifest = json.loads((store / "embermap.json").read_text("utf-8"))
-        assert (manifest["format"], manifest["version"]) == ("embermap", 1)
+        assert (manifest["format"], manifest["version"]) == ("embermap", 2)
         self.entry = entry = manifest["tables"][name]
         self.data = (store / f"{name}.npy").read_bytes()
         self.pages = pages = (store / f"{name}.pages").read_bytes()
