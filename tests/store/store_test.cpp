@@ -200,7 +200,8 @@ TEST_F(StoreTest, TheBudgetIsSharedAndKept) {
     }
   EXPECT_EQ(small.stats().frames, small.geometry().pages());
   EXPECT_LE(small.stats().memory_bytes + large.stats().memory_bytes + larger.stats().memory_bytes, kMemory);
-  EXPECT_GE(small.stats().memory_bytes + large.stats().memory_bytes + larger.stats().memory_bytes, kMemory * 95 / 100);
+  EXPECT_GE(small.stats().memory_bytes + large.stats().memory_bytes + larger.stats().memory_bytes, kMemory * 83 / 100)
+      << "an eighth is for the log's index, a thirty-second for pages in flight";
   EXPECT_GT(larger.stats().frames, large.stats().frames);
   // A table that comes later gets its share, and rows in memory survive the move.
   scatter(larger, {7}, std::vector<float>(128, 5.0F));
@@ -228,6 +229,11 @@ TEST_F(StoreTest, RefusesPathsThatAreNoStore) {
   EXPECT_NO_THROW(open()) << "an empty directory becomes a store";
 }
 
+// A manifest that was edited: its last key would say so.
+std::string without_checksum(const std::string& manifest) {
+  return manifest.substr(0, manifest.rfind(',', manifest.rfind("\"checksum\""))) + "\n}\n";
+}
+
 TEST_F(StoreTest, BrokenManifestsAreRefusedByName) {
   open().create("t", {.rows = 10, .dim = 2});
   const std::filesystem::path file = path() / "embermap.json";
@@ -242,7 +248,7 @@ TEST_F(StoreTest, BrokenManifestsAreRefusedByName) {
   const auto with = [&](std::string from, std::string to) {
     std::string text = good;
     text.replace(text.find(from), from.size(), to);
-    return text;
+    return without_checksum(text);
   };
   EXPECT_THAT(refused(""), HasSubstr("empty"));
   EXPECT_THAT(refused("{"), HasSubstr("not valid JSON"));
@@ -282,7 +288,7 @@ TEST_F(StoreTest, WhatACrashLeftOfATableIsRemovedUnlessItIsATables) {
   for (const char* file : {"u.npy", "u.pages", "v.pages", "kept.npy"}) write_text(path() / file, "half");
   std::string text = test::file_text(path() / "embermap.json");
   text.insert(1, R"("unfinished": ["u.npy", "u.pages", "v.npy", "v.pages", "t.npy", "t.pages", "a.npy"],)");
-  write_text(path() / "embermap.json", text);
+  write_text(path() / "embermap.json", without_checksum(text));
   {
     open(1U << 20, StoreOptions::Mode::kRead);
   }
@@ -733,7 +739,7 @@ TEST_P(AppendFaults, LeaveTheTableAsItWas) {
       // A commit whose record could not be made durable may count, and the store takes no more writes then.
       const bool doubtful = !succeeded && once && table.rows() != before;
       if (doubtful) {
-        EXPECT_THROW(table.resize(before), CorruptError) << failures;
+        EXPECT_THROW(store.commit(), CorruptError) << failures;
       }
       if (once || succeeded) {
         check(table, succeeded || doubtful ? before + count : before);
@@ -745,7 +751,9 @@ TEST_P(AppendFaults, LeaveTheTableAsItWas) {
             EXPECT_EQ(gather(table, {static_cast<std::int64_t>(before + count) + 2})[0], 5.0F);
             table.resize(before);
           }
-          EXPECT_GT(store.commit_number(), commit);
+          if (!doubtful) {
+            EXPECT_GT(store.commit_number(), commit);
+          }
           store.close();
         } catch (const CorruptError& error) {
           EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
