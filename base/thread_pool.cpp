@@ -6,10 +6,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <new>
 #include <system_error>
 #include <utility>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "base/error.hpp"
 
@@ -30,11 +35,31 @@ class InsideBody {
   bool before_;
 };
 
-unsigned usable_threads() {
+unsigned usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return static_cast<unsigned>(std::clamp(CPU_COUNT(&set), 1, 16));
-  return std::clamp(std::thread::hardware_concurrency(), 1U, 16U);
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return static_cast<unsigned>(std::max(CPU_COUNT(&set), 1));
+  return std::max(std::thread::hardware_concurrency(), 1U);
+}
+
+// A batch is several loops, one soon after the other. A thread that went to sleep in between takes tens of microseconds to come
+// back, and waking sixteen of them takes the caller as long as copying the rows: so they look out for a while first. Longer than
+// the time between two loops, shorter than what anyone would notice of an idle process.
+constexpr std::chrono::microseconds kLookOut{60};
+
+// Until `seen` is true, or for kLookOut. Returns what it was at last.
+template <class Seen>
+bool look_out(const Seen& seen) {
+  const auto end = std::chrono::steady_clock::now() + kLookOut;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (seen()) return true;
+#if defined(__SSE2__)
+      _mm_pause();
+#endif
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return seen();
 }
 
 }  // namespace
@@ -77,8 +102,9 @@ struct ThreadPool::Loop {
   }
 };
 
-ThreadPool::ThreadPool(unsigned threads) : threads_{threads == 0 ? usable_threads() : threads} {
+ThreadPool::ThreadPool(unsigned threads) : threads_{threads == 0 ? std::min(usable_cores(), 16U) : threads} {
   if (threads_ > kMaxThreads) throw InvalidArgument(fmt::format("threads = {}: at most {}", threads, kMaxThreads));
+  looks_out_ = threads_ <= usable_cores();
   workers_.reserve(threads_ - 1);
   try {
     while (workers_.size() + 1 < threads_) workers_.emplace_back([this] { work(); });
@@ -92,6 +118,7 @@ ThreadPool::~ThreadPool() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
+    posted_.fetch_add(1, std::memory_order_relaxed);
   }
   wake_.notify_all();
   for (std::thread& worker : workers_) worker.join();
@@ -107,6 +134,11 @@ void ThreadPool::work() {
     loop->help();
     lock.lock();
     std::erase(loops_, loop);  // it has no pieces left
+    if (!looks_out_ || !loops_.empty() || stop_) continue;
+    const std::uint64_t seen = posted_.load(std::memory_order_relaxed);  // counted up with mutex_ held
+    lock.unlock();
+    look_out([&] { return posted_.load(std::memory_order_relaxed) != seen; });
+    lock.lock();
   }
 }
 
@@ -123,6 +155,7 @@ void ThreadPool::parallel_for(std::uint64_t count, std::uint64_t grain,
   {
     const std::lock_guard lock(mutex_);
     loops_.push_back(loop);
+    posted_.fetch_add(1, std::memory_order_relaxed);
   }
   wake_.notify_all();
   loop->help();
@@ -130,6 +163,7 @@ void ThreadPool::parallel_for(std::uint64_t count, std::uint64_t grain,
     const std::lock_guard lock(mutex_);
     std::erase(loops_, loop);  // from here no worker can join in
   }
+  if (looks_out_) look_out([&] { return loop->running.load() == 0; });
   std::unique_lock lock(loop->mutex);
   loop->idle.wait(lock, [&] { return loop->running.load() == 0; });
   // Taken out, so that the exception dies here and not with the last worker that still knows the loop.

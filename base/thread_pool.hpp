@@ -1,6 +1,7 @@
 // A fixed set of threads owned by whoever makes it (a Store has one). There is no global pool.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -39,6 +40,8 @@ class ThreadPool {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::vector<std::shared_ptr<Loop>> loops_;  // with pieces left to hand out
+  std::atomic<std::uint64_t> posted_{0};      // loops so far
+  bool looks_out_ = false;                    // threads stay awake for a moment; where each has a core
   bool stop_ = false;
   std::vector<std::thread> workers_;
 };

@@ -76,11 +76,11 @@ void add_page(std::vector<PageRange>& ranges, const Geometry& geometry, std::uin
 
 // A step of a scan or a bulk write, in memory of its own.
 struct TableImpl::ScanStep {
-  AlignedBuffer memory;
+  std::byte* memory = nullptr;
   std::vector<std::uint64_t> pages;   // consecutive
   std::vector<std::uint32_t> frames;  // HotPages::kAbsent for all of them, to be filled in
   std::vector<PageBuffer> reads, writes;
-  std::byte* page(std::uint64_t index, const Geometry& geometry) const { return memory.data() + index * geometry.page_bytes(); }
+  std::byte* page(std::uint64_t index, const Geometry& geometry) const { return memory + index * geometry.page_bytes(); }
 };
 
 // Where the rows of one page lie, in the call's range and in memory.
@@ -101,14 +101,18 @@ void TableImpl::for_steps(std::uint64_t first_page, std::uint64_t end_page, cons
       std::clamp<std::uint64_t>(core_->transfer_bytes() / kLaneBytes, 1, bounced ? kBouncedLanes : kScanLanes);
   const std::uint64_t lanes = std::min(most, room);
   const std::uint64_t each = std::clamp<std::uint64_t>(kStepBytes / page_bytes, 1, room / lanes);
+  const std::uint64_t count = std::min(lanes, ceil_div(end_page - first_page, each));
+  // Taken by the caller, all at once: what each I/O thread takes for itself, malloc would keep for each.
+  const std::uint64_t lane_bytes = round_up(std::min(each, end_page - first_page) * page_bytes, AlignedBuffer::kAlignment);
+  const AlignedBuffer memory(count * lane_bytes);
   std::atomic<std::uint64_t> next{first_page};
   std::atomic<bool> failed{false};
-  const auto work = [&](std::uint64_t, std::uint64_t) {
+  const auto work = [&](std::uint64_t lane, std::uint64_t) {
     ScanStep step;
+    step.memory = memory.data() + lane * lane_bytes;
     while (!failed) {
       const std::uint64_t first = next.fetch_add(each);
       if (first >= end_page) return;
-      if (step.memory.size() == 0) step.memory = AlignedBuffer(std::min(each, end_page - first) * page_bytes);
       step.pages.resize(std::min(each, end_page - first));
       std::iota(step.pages.begin(), step.pages.end(), first);
       step.frames.assign(step.pages.size(), HotPages::kAbsent);
@@ -120,7 +124,7 @@ void TableImpl::for_steps(std::uint64_t first_page, std::uint64_t end_page, cons
       }
     }
   };
-  core_->io.parallel_for(std::min(lanes, ceil_div(end_page - first_page, each)), 1, work);
+  core_->io.parallel_for(count, 1, work);
 }
 
 void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field_name) {

@@ -1212,7 +1212,7 @@ TEST_F(StoreTest, MemoryBeyondTheMachinesIsTakenOnlyWhereThereArePagesForIt) {
   Table large = store.create("large", {.rows = machine / 4096 + 1000, .dim = 1024});
   EXPECT_THAT(message_of<BudgetError>([&] { (void)gather(large, {0}); }),
               AllOf(HasSubstr("table 'large'"), HasSubstr("this machine has")));
-  large.set_memory(1 << 20);
+  large.set_memory(64 << 20);
   EXPECT_EQ(gather(large, {0})[0], 0.0F);
 }
 
