@@ -15,6 +15,7 @@ namespace {
 
 constexpr char kMagic[8] = {'E', 'M', 'B', 'R', 'E', 'D', 'O', '1'};
 constexpr std::uint32_t kVersion = 1;
+constexpr std::uint64_t kMostNumber = 1ULL << 62;
 constexpr std::uint32_t kRecordMagic = 0x43524D45;  // "EMRC"
 
 struct StoredHeader {
@@ -31,7 +32,9 @@ std::uint64_t checksum_of(const StoredHeader& header) {
 // A header whose counted bytes can be believed: what they take fits the record, and the record the file.
 bool plausible(const LogRecordHeader& header, const LogHeader& log, std::uint64_t position, std::uint64_t file_bytes) {
   if (header.magic != kRecordMagic || header.id != log.id || header.position != position) return false;
-  if (header.bytes < kLogBlock || header.bytes % kLogBlock != 0 || header.bytes > file_bytes - position) return false;
+  if (header.commit >= kMostNumber || header.bytes < kLogBlock || header.bytes % kLogBlock != 0 ||
+      header.bytes > file_bytes - position)
+    return false;
   switch (static_cast<LogRecordKind>(header.kind)) {
     case LogRecordKind::kPages: {
       if (header.count == 0 || header.count > kMaxLogEntries || header.table >> 32 != 0) return false;
@@ -67,8 +70,12 @@ std::optional<LogHeader> read_log_header(const File& file) {
     if (stored.version > kVersion)
       throw FormatError(file.path(),
                         fmt::format("redo log of version {}; this embermap reads version {}", stored.version, kVersion));
-    if (stored.tail < kLogStart || stored.tail % kLogBlock != 0 || stored.tail >= 1ULL << 62)
+    if (stored.tail < kLogStart || stored.tail % kLogBlock != 0 || stored.tail >= kMostNumber)
       throw FormatError(file.path(), fmt::format("the redo log's first record cannot begin at byte {}", stored.tail));
+    // They only ever grow by one, and must not come round to zero.
+    for (const std::uint64_t number : {stored.id, stored.serial, stored.applying, stored.applied})
+      if (number >= kMostNumber)
+        throw FormatError(file.path(), fmt::format("the redo log cannot have come as far as number {}", number));
     if (!found || stored.serial > found->serial)
       found = LogHeader{stored.id, stored.serial, stored.tail, stored.applying, stored.applied};
   }

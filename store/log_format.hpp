@@ -16,7 +16,8 @@
 //   table (as "id" in the manifest), u64 page_bytes, u64 count, u64 XXH3-64 of header (this field zero) and entries (or text)
 //   kind 1, pages: `count` entries {u64 page, u32 checksum, u32 zero}; then, from the next multiple of 4096 on, page_bytes for
 //   each
-//     entry: the bytes of the page as they belong into the .npy, zeros behind the last record. Page 2^64 - 1: the .npy's header
+//     entry: the bytes of the page as they belong into the .npy, zeros behind the last record. Page 2^64 - 1: the .npy's header.
+//     checksum: XXH3-64's low half of those of them that the file has (as in NAME.pages), of the header's 4096
 //   kind 2, pages in place: entries as above, no bytes: pages that no commit had before are in the .npy already
 //   kind 3, commit: `count` bytes of text: the manifest. Everything before it is durable and part of it
 #pragma once

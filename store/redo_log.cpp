@@ -12,6 +12,7 @@
 
 #include "base/checked.hpp"
 #include "base/error.hpp"
+#include "io/checksum.hpp"
 
 namespace embermap {
 namespace {
@@ -272,7 +273,7 @@ void RedoLog::append_header(std::uint32_t table, std::span<const std::byte> head
     throw InvalidArgument(fmt::format("a .npy header of {} bytes; the log takes {}", header.size(), kLogBlock));
   append(table, std::span(&kHeaderPage, 1), kLogBlock, [&](std::size_t, std::byte* out) {
     std::memcpy(out, header.data(), header.size());
-    return std::uint32_t{1};  // the record's bytes are covered when they are applied by the header's own format
+    return page_checksum(header);
   });
 }
 
@@ -480,6 +481,9 @@ void RedoLog::apply_table(LogTarget& target, std::span<const Item> items, bool i
       } else if (item.page == kHeaderPage) {
         std::vector<std::byte> bytes(kLogBlock);
         file_.read(item.position, bytes);
+        if (page_checksum(bytes) != item.checksum)
+          throw CorruptError(
+              fmt::format("{}: the .npy header at byte {} does not match its checksum", printable(file_.path()), item.position));
         target.apply_header(bytes);
       } else {
         std::byte* const slot = memory.data() + pages.size() * page_bytes;
