@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent / "corpus"
@@ -218,7 +219,95 @@ def make_page_ledger() -> None:
     save("page_ledger", "huge", ledger(2**61, [], 65535))
 
 
+def log_header(
+    serial: int, *, life: int = 1, tail: int = 8192, applied: int = 0, version: int = 1
+) -> bytes:
+    return struct.pack("<8sII5Q", b"EMBREDO1", version, 0, life, serial, tail, applied, applied)
+
+
+def log(slots: list[bytes | None], blocks: int, pieces: list[tuple[int, int, bytes]]) -> bytes:
+    """What log_fuzz makes a file of; it mends the checksums."""
+    given = sum(1 << i for i, slot in enumerate(slots) if slot)
+    head = bytes([given]) + b"".join(slot for slot in slots if slot)
+    body = [struct.pack("<HHB", block, at, len(piece)) + piece for block, at, piece in pieces]
+    return head + struct.pack("<H", blocks) + b"".join(body)
+
+
+class Records:
+    """Pieces of a log: records one behind the other from its third block on."""
+
+    def __init__(self, life: int = 1, block: int = 2) -> None:
+        self.life, self.block = life, block
+        self.pieces: list[tuple[int, int, bytes]] = []
+
+    def add(
+        self, kind: int, blocks: int, commit: int, count: int, body: bytes, **other: int
+    ) -> None:
+        table, page_bytes = other.get("table", 1), other.get("page_bytes", 4096 if kind == 1 else 0)
+        header = struct.pack(
+            "<4sI8Q", b"EMRC", kind, self.life, self.block * 4096, blocks * 4096, commit, table,
+            page_bytes, count, 0,
+        )  # fmt: skip
+        self.pieces.append((self.block, 0, header + body))
+        self.block += blocks
+
+    def pages(self, commit: int, pages: dict[int, int], **other: int) -> None:
+        """Pages that consist of a few equal bytes."""
+        for i, value in enumerate(pages.values()):
+            self.pieces.append((self.block + 1 + i, 64, bytes([value] * 8)))
+        self.add(1, 1 + len(pages), commit, len(pages), self.entries(pages), **other)
+
+    def in_place(self, commit: int, pages: list[int]) -> None:
+        self.add(2, 1, commit, len(pages), self.entries(pages))
+
+    def commit(self, commit: int, text: bytes = b"{}") -> None:
+        self.add(3, 1, commit, len(text), text, table=0)
+
+    @staticmethod
+    def entries(pages: Iterable[int]) -> bytes:
+        return b"".join(struct.pack("<QII", page, 0, 0) for page in pages)
+
+
+def make_log() -> None:
+    save("log", "fresh", log([None, log_header(1)], 2, []))
+    save("log", "no_header", log([None, None], 2, []))
+    save("log", "newer", log([log_header(2, version=9), log_header(1)], 2, []))
+    one = Records()
+    one.pages(1, {0: 5, 3: 6})
+    one.in_place(1, [2])
+    one.commit(1)
+    save("log", "commit", log([None, log_header(1)], one.block, one.pieces))
+    two = Records(life=7, block=9)
+    two.pages(4, {0: 1})
+    two.commit(4)
+    two.pages(5, {0: 2, 1: 3})
+    two.commit(5)
+    two.pages(6, {1: 4})
+    headers: list[bytes | None] = [
+        log_header(8, life=7, tail=9 * 4096, applied=3),
+        log_header(7, life=6),
+    ]
+    save("log", "commits", log(headers, 64, two.pieces))
+    resized = Records()
+    resized.pages(1, {2**64 - 1: 0})
+    resized.pages(1, {1: 9})
+    resized.commit(1)
+    save("log", "npy_header", log([None, log_header(1)], resized.block, resized.pieces))
+    foreign = Records()
+    foreign.pages(1, {0: 1}, table=2)
+    foreign.pages(1, {0: 1}, page_bytes=2048)
+    foreign.commit(1)
+    save("log", "other_table", log([None, log_header(1)], foreign.block, foreign.pieces))
+    outside = Records()
+    outside.pages(1, {4: 1, 2**63: 2})
+    outside.commit(1)
+    save("log", "outside", log([None, log_header(1)], outside.block, outside.pieces))
+    end = log_header(2**64 - 1, life=2**64 - 1, tail=2**61, applied=2**64 - 1)
+    save("log", "ends_of_ranges", log([None, end], 4000, []))
+
+
 if __name__ == "__main__":
+    make_log()
     make_npy()
     make_manifest()
     make_page_ledger()
