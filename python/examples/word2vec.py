@@ -19,12 +19,18 @@ and it takes text of your own:
 
 Words are numbered by frequency, so that the rows in constant use share pages and stay in memory,
 while the long tail of rare words comes from the file when it is needed.
+
+The store is committed every hundred steps, rows, state and number of steps together. A run that was
+killed goes on from there when the same command is given again, and ends with the same rows as one
+that was not: the order of the text follows from the number of steps alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
+import json
 import math
 import os
 import shutil
@@ -72,7 +78,9 @@ REHEARSED_STEPS = 100  # without a store, to know what the training takes by its
 BLOCK_ROWS = 8_192  # rows of a table held at once when it is read from end to end
 DEFAULT_EPOCHS = 8
 DEFAULT_SECONDS = 150.0
-OWN_FILES = ("tables", "vocabulary.txt", "words.npy", "words.h5")
+COMMIT_STEPS = 100  # between commits: what a run that is killed has to do again
+LOG_LIMIT = "4GiB"  # of the redo log: those steps change far less
+OWN_FILES = ("run.json", "run.json.tmp", "tables", "vocabulary.txt", "words.npy", "words.h5")
 
 
 # --- text -----------------------------------------------------------------------------------------
@@ -360,7 +368,7 @@ def rehearse(batch: Batch, dim: int, weights: torch.Tensor, negatives: int) -> N
 class Training:
     """What the training loop did."""
 
-    steps: int = 0
+    steps: int = 0  # of this and earlier runs
     epochs: float = 0.0
     seconds: float = 0.0
     rows: int = 0  # distinct rows fetched, and as many updated
@@ -376,13 +384,20 @@ def train(
     args: argparse.Namespace,
     progress: Progress,
 ) -> Training:
-    """Train both tables until the first of the limits given: epochs, seconds, steps."""
+    """Train both tables until the first of the limits given: epochs, seconds, steps.
+
+    `batches` begins with the first one; those of steps that the tables have had are passed over.
+    """
     vectors, surroundings = em.torch.Embedding(words), em.torch.Embedding(contexts)
     optimizer = em.torch.Optimizer([vectors, surroundings])
     untrained = (1 + args.negatives) * math.log(2)
-    done = Training()
+    done = Training(steps=words.step)
+    for _ in range(done.steps):
+        done.epochs = next(batches).epochs
     recent: list[torch.Tensor] = []  # losses since the last line of progress
     started = time.monotonic()
+    if reached(done, args):  # killed after the last step
+        return done
     batch, following = next(batches), next(batches)
     while True:
         tokens = batch.tokens.numel()
@@ -401,14 +416,9 @@ def train(
         recent.append(loss.detach())
         done.steps += 1
         done.rows += batch.distinct_rows
-        epoch_ends = int(batch.epochs) > int(done.epochs)
         done.epochs = batch.epochs
         done.seconds = time.monotonic() - started
-        last = (
-            (args.steps is not None and done.steps >= args.steps)
-            or (args.epochs is not None and done.epochs >= args.epochs)
-            or (args.seconds is not None and done.seconds >= args.seconds)
-        )
+        last = reached(done, args)
         if last or progress.due():
             done.last_loss = torch.stack(recent).mean().item()
             recent.clear()
@@ -422,9 +432,18 @@ def train(
                 progress.finish(line)
                 return done
             progress.show(line)
-        if epoch_ends:
+        if done.steps % COMMIT_STEPS == 0:
             store.commit()
         batch, following = following, next(batches)
+
+
+def reached(done: Training, args: argparse.Namespace) -> bool:
+    """Whether training has come to one of its limits."""
+    return (
+        (args.steps is not None and done.steps >= args.steps)
+        or (args.epochs is not None and done.epochs >= args.epochs)
+        or (args.seconds is not None and done.seconds >= args.seconds)
+    )
 
 
 def total(field: str, *tables: Any) -> int:
@@ -469,7 +488,7 @@ def export(table: Any, folder: Path) -> list[str]:
     for target in ("words.npy", "words.h5:/words"):
         name = target.partition(":")[0]
         started = time.monotonic()
-        table.export(str(folder / target))
+        table.export(str(folder / target), overwrite=True)
         size = (folder / name).stat().st_size
         lines.append(f"{name} {mb(size)} in {time.monotonic() - started:.1f} s")
     return lines
@@ -506,21 +525,82 @@ def run(args: argparse.Namespace) -> None:
         f"read in {time.monotonic() - began:.1f} s"
     )
     tables_bytes = vocabulary * args.dim * 4 * 2 * 2  # weight and Adagrad's sum, in two tables
-    needed = tables_bytes + vocabulary * args.dim * 4 * 2  # and two exports
+    needed = 2 * tables_bytes + vocabulary * args.dim * 4 * 2  # with the log, and two exports
     free = shutil.disk_usage(nearest_existing(args.store)).free
     if free < needed:
         raise DemoError(f"{args.store}: {mb(needed)} are needed, {mb(free)} are free")
 
-    prepare_folder(args.store, OWN_FILES, args.overwrite)
-    try:
-        demonstrate(args, corpus, device, tables_bytes, began)
-    finally:
-        if not args.keep:
-            remove_files(args.store, OWN_FILES)
+    earlier = find_earlier(args, corpus)
+    if earlier is None:
+        prepare_folder(args.store, OWN_FILES, args.overwrite)
+        earlier = Earlier(args.store / "run.json", options_of(args, corpus))
+        earlier.save()
+    else:
+        print(f"{args.store} has a run that did not end: going on from its last commit")
+    demonstrate(args, corpus, device, tables_bytes, began, earlier)
+    if args.keep:
+        earlier.finished = True
+        earlier.save()
+    else:
+        remove_files(args.store, OWN_FILES)
     if args.keep:
         print(f"Kept in {args.store}: the store tables/, vocabulary.txt, words.npy, words.h5")
     else:
         print(f"Removed {args.store} (--keep keeps it)")
+
+
+@dataclass
+class Earlier:
+    """What is known of a run before its first step; kept in a file beside the store."""
+
+    file: Path
+    options: dict[str, Any]
+    loss_before: float | None = None  # held out
+    finished: bool = False
+
+    def save(self) -> None:
+        """Write the file, whole or not at all."""
+        found = {"options": self.options, "loss": self.loss_before, "finished": self.finished}
+        partial = self.file.with_name("run.json.tmp")
+        partial.write_text(json.dumps(found) + "\n", encoding="utf-8")
+        partial.replace(self.file)
+
+
+def options_of(args: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
+    """What decides the rows, but for how long they are trained."""
+    names = (
+        "dim",
+        "min_count",
+        "window",
+        "negatives",
+        "shared",
+        "subsample",
+        "batch",
+        "lr",
+        "seed",
+    )
+    text = hashlib.sha256("\n".join(corpus.words).encode())
+    text.update(corpus.ids.tobytes())
+    return {name: getattr(args, name) for name in names} | {"text": text.hexdigest()}
+
+
+def find_earlier(args: argparse.Namespace, corpus: Corpus) -> Earlier | None:
+    """The run in the folder that was interrupted, if it is the same as this one would be."""
+    file = args.store / "run.json"
+    if args.overwrite or not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if found["finished"]:
+        return None
+    here = options_of(args, corpus)
+    for name, value in here.items():
+        if found["options"].get(name) != value:
+            raise DemoError(
+                f"{args.store} holds an interrupted run with another --{name.replace('_', '-')}; "
+                "go on with the same options, replace it with --overwrite, or choose another "
+                "folder with --store"
+            )
+    return Earlier(file, here, found["loss"])
 
 
 def nearest_existing(path: Path) -> Path:
@@ -537,6 +617,7 @@ def demonstrate(
     device: torch.device,
     tables_bytes: int,
     began: float,
+    earlier: Earlier,
 ) -> None:
     """Train, commit, read back, export and check; `began` is when the run started (monotonic)."""
     vocabulary = len(corpus.words)
@@ -570,24 +651,34 @@ def demonstrate(
 
     place = args.store / "tables"
     on_gpu = "cuda" if device.type == "cuda" else None
-    with em.open(place, memory=args.memory, device=on_gpu) as store:
+    # A commit between the two tables' steps would be of no whole step.
+    options: dict[str, Any] = {"autocommit": False, "log_limit": LOG_LIMIT}
+    with em.open(place, memory=args.memory, device=on_gpu, **options) as store:
         adagrad = em.optim.Adagrad(lr=args.lr, eps=1e-10)
         # word2vec's start: small word rows and zero context rows, hence all scores are zero and
         # the loss begins at (1 + negatives) ln 2.
         small = em.init.Uniform(-0.5 / args.dim, 0.5 / args.dim)
         shape: dict[str, Any] = {"rows": vocabulary, "dim": args.dim, "dtype": "float32"}
-        words = store.create("words", **shape, optimizer=adagrad, init=small, seed=args.seed)
-        contexts = store.create(
-            "contexts", **shape, optimizer=adagrad, init=em.init.Zeros(), seed=args.seed + 1
+        make: dict[str, dict[str, Any]] = {
+            "words": {"init": small, "seed": args.seed},
+            "contexts": {"init": em.init.Zeros(), "seed": args.seed + 1},
+        }
+        words, contexts = (
+            store[name] if name in store else store.create(name, **shape, optimizer=adagrad, **how)
+            for name, how in make.items()
         )
         times = tables_bytes / args.memory
         print(
             f"Store: two tables of {vocabulary:,} x {args.dim} float32 with Adagrad, "
             f"{mb(tables_bytes)}: {times:.1f} times its memory of {mib(args.memory)}"
         )
-        loss_before = held_out_now(words, contexts)
+        if earlier.loss_before is None:
+            earlier.loss_before = held_out_now(words, contexts)
+            earlier.save()
+        loss_before = earlier.loss_before
         where = "the GPU" if on_gpu else f"{torch.get_num_threads()} CPU threads"
-        print(f"Training on {where}; held-out loss {loss_before:.3f} before")
+        from_step = f", from step {words.step:,} on" if words.step else ""
+        print(f"Training on {where}{from_step}; held-out loss {loss_before:.3f} before")
         progress = Progress(sys.stdout)
         done = train(store, words, contexts, sampler.batches(), weights, args, progress)
         hits = hit_rate(words, contexts)
@@ -607,7 +698,7 @@ def demonstrate(
         checked = check_exports(words, args.store)
 
     untrained = (1 + args.negatives) * math.log(2)
-    rate = done.rows / done.seconds / 1e3
+    rate = done.rows / max(done.seconds, 1e-9) / 1e3
     if resettable:
         peak = (
             f"peak {mib(with_store)} resident, {mib(without_store)} without the store: "
@@ -743,7 +834,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"word2vec.py: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("word2vec.py: interrupted", file=sys.stderr)
+        print("word2vec.py: interrupted; the same command goes on from there", file=sys.stderr)
         return 130
     return 0
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import gzip
 import importlib.util
+import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -365,3 +369,63 @@ def test_a_small_run_learns_which_words_belong_together(tmp_path: Path) -> None:
     assert again.returncode == 0, again.stderr
     assert held_out(again.stdout) == (before, after)
     assert not folder.exists()
+
+
+# --- killed, and run again ------------------------------------------------------------------------
+
+LONG_RUN = "--dim 16 --memory 1MiB --batch 512 --subsample 1 --steps 700 --words seaab --keep"
+
+
+def commit_of(folder: Path) -> int:
+    """The last commit as a reader sees it; 0 while there is no store."""
+    import embermap as em
+
+    try:
+        with em.open(folder / "demo-store" / "tables", mode="r", memory="1MiB") as store:
+            return store.commit_number
+    except (OSError, ValueError):  # being made
+        return 0
+
+
+def kill_after_commits(folder: Path, commits: int) -> None:
+    """Start the run, and end it as a power cut would once that many more commits are made."""
+    wanted = commit_of(folder) + commits
+    with subprocess.Popen(
+        [sys.executable, SCRIPT, "--device", "cpu", "--text", "text.txt", *LONG_RUN.split()],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        while commit_of(folder) < wanted:
+            assert process.poll() is None, "it ended before it was killed"
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_run_that_is_killed_twice_ends_as_one_that_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # sums of torch depend on its threads
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    for folder in (whole, broken):
+        folder.mkdir()
+        (folder / "text.txt").write_text(small_text(40_000), encoding="utf-8")
+    arguments = ("--text", "text.txt", *LONG_RUN.split())
+    unbroken = run_script(*arguments, folder=whole)
+    assert unbroken.returncode == 0, unbroken.stderr
+
+    kill_after_commits(broken, 2)
+    other = run_script(*arguments, "--lr", "0.1", folder=broken)
+    assert_one_line_error(other, "demo-store", "--lr", "--overwrite")
+    kill_after_commits(broken, 2)
+    resumed = run_script(*arguments, folder=broken)
+    assert resumed.returncode == 0, resumed.stderr
+    found = re.search(r", from step ([0-9,]+) on;", resumed.stdout)
+    assert found, resumed.stdout
+    assert 400 <= int(found[1].replace(",", "")) < 700
+    assert held_out(resumed.stdout) == held_out(unbroken.stdout)
+    for name in ("tables/words.npy", "tables/contexts.npy"):  # with the optimizer's state
+        one, same = (np.load(folder / "demo-store" / name) for folder in (whole, broken))
+        assert one.tobytes() == same.tobytes(), name
+    assert json.loads((broken / "demo-store" / "run.json").read_text())["finished"]
