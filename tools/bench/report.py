@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = ("out_of_core", "bench", "ngrams")
+SUITES = ("out_of_core", "bench", "ngrams", "durability")
 ORDER = [
     "np.memmap",
     "np.memmap, 16 threads",
@@ -93,6 +93,9 @@ def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[
             table = args.size or "8GiB"
             size = ["--size", table, "--memory", str(max(parse_size(table) // 10, 1 << 20))]
         command = [program, "bench", str(args.folder), "--json", "--optimizer", "adagrad", *size]
+    elif suite == "durability":
+        command = [sys.executable, str(ROOT / "tools/bench/durability.py"), "--json", str(out)]
+        command += ["--folder", str(args.folder)] + (["--quick"] if args.quick else [])
     else:
         script = ROOT / "python/examples/billion_ngrams.py"
         command = [sys.executable, str(script), "--json", str(out), "--overwrite"]
@@ -199,6 +202,12 @@ def cases_of(machines: list[dict[str, Any]]) -> list[str]:
     return list(found)
 
 
+def durability_cases(machine: dict[str, Any], begin: str) -> list[dict[str, Any]]:
+    """Measurements of the suite "durability" whose names begin so."""
+    cases = machine.get("durability", {}).get("cases", [])
+    return [case for case in cases if case["case"].startswith(begin)]
+
+
 def goals(machine: dict[str, Any]) -> list[tuple[str, str, float | None, str, bool | None]]:
     """What embermap is meant to reach: (work, goal, figure, figure as text, reached)."""
 
@@ -255,6 +264,22 @@ def goals(machine: dict[str, Any]) -> list[tuple[str, str, float | None, str, bo
         text = "not measured" if value is None else f"{value:.2f}"
         reached = None if value is None else value >= least
         found.append((work, f"at least {least:g}", value, text, reached))
+    for case in durability_cases(machine, "train/"):
+        ids = (
+            case["case"]
+            .partition("/")[2]
+            .replace("zipf:1.05", "Zipf(1.05)")
+            .replace("uniform", "uniform ids")
+        )
+        found.append(
+            (
+                f"a loop that commits, {ids}: the same loop with durability none",
+                "at least 0.8",
+                case["ratio"],
+                f"{case['ratio']:.2f}",
+                case["ratio"] >= 0.8,
+            )
+        )
     run = machine.get("ngrams")
     if run is not None:
         above = (run["peak_resident"] - run["without_store"] - run["budget"]) / 2**20
@@ -620,6 +645,58 @@ def bench_text(machines: list[dict[str, Any]]) -> str:
     return "## `embermap bench`\n\n" + table(["", *(m["name"] for m in runs)], rows)
 
 
+def durability_text(machines: list[dict[str, Any]]) -> str:
+    """Commits, recovery, verification."""
+    out = []
+    for machine in machines:
+        if "durability" not in machine:
+            continue
+        settings, rows = machine["durability"]["settings"], []
+        for case in durability_cases(machine, "train/"):
+            rows.append(
+                [
+                    f"training, {case['case'].partition('/')[2]}: {settings['every']:,} batches of "
+                    f"{settings['batch']:,} ids and a commit, table of "
+                    f"{mib(4 * settings['memory'])} in {mib(settings['memory'])}",
+                    f"{case['seconds']:.1f} s",
+                    f"{case['ratio']:.2f} of the rate with durability none "
+                    f"({case['before_checkpoint']:.2f} until its last commit)",
+                ]
+            )
+        for case in durability_cases(machine, "commit/"):
+            rows.append(
+                [
+                    f"commit of {case['dirty_bytes'] >> 10:,} KiB in a table of "
+                    f"{mib(case['table_bytes'])}",
+                    f"{case['seconds'] * 1e3:.1f} ms",
+                    f"{case['bare_seconds'] * 1e3:.1f} ms: direct writes of as many bytes, synced",
+                ]
+            )
+        for case in durability_cases(machine, "recovery"):
+            rows.append(
+                [
+                    f"opening after a crash, {mib(case['log_bytes'])} in the log",
+                    f"{case['seconds']:.2f} s",
+                    f"{case['bare_seconds']:.2f} s: the log read in order, as many pages written",
+                ]
+            )
+        for case in durability_cases(machine, "verify"):
+            ratio = case["ratio"]
+            rows.append(
+                [
+                    f"verify, {mib(case['bytes'])}",
+                    f"{case['bytes_per_second'] / 1e6:,.0f} MB/s",
+                    "" if ratio is None else f"{ratio:.2f} of dd with direct I/O",
+                ]
+            )
+        load = machine["durability"]["load"]
+        out.append(
+            f"**{machine['name']}** (load {load:.1f} at the beginning)\n\n"
+            + table(["", "embermap", "beside it"], rows)
+        )
+    return "## Durability\n\n" + "\n".join(out) if out else ""
+
+
 def draw(folder: Path) -> None:
     """Make page and plots from the results that are there."""
     machines = load(folder)
@@ -641,6 +718,7 @@ def draw(folder: Path) -> None:
         "ngrams": plot_memory(machines, plots / "memory.png") and ngrams_text(machines),
         "machines": machines_table(machines),
         "bench": bench_text(machines),
+        "durability": durability_text(machines),
         "results": "\n\n".join(
             f"## Results: {m['name']}\n\n{results_tables(m)}\n{trouble(m)}" for m in compared
         ),
