@@ -49,6 +49,7 @@ class Settings:
 
     folder: Path
     memory: int  # of a store in the training loops; the table is four times as large
+    log_limit: int | None  # of theirs; None: the default
     batch: int
     every: int  # batches between commits
     rounds: int
@@ -197,7 +198,9 @@ def training(settings: Settings, results: Results, ids: str) -> None:
     stores = {}
     for name in ("none", "commit"):
         place = settings.folder / f"train-{name}"
-        stores[name] = em.open(place, memory=settings.memory, durability=name)
+        stores[name] = em.open(
+            place, memory=settings.memory, durability=name, log_limit=settings.log_limit
+        )
         fill(create(stores[name], rows))
         stores[name].commit()
     compare_rows(stores, stream, settings)
@@ -358,6 +361,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         type=parse_bytes,
         help="of a store that trains; tables have 4 times that (256MiB)",
     )
+    add("--log-limit", type=parse_bytes, help="of a store that trains (default: the store's)")
     add("--batch", type=int, help="ids in a batch (default 4096)")
     add("--every", type=int, help="batches between commits (default 1000)")
     add("--rounds", type=int, help="of each case (default 5)")
@@ -387,6 +391,7 @@ def measure(args: argparse.Namespace) -> None:
     settings = Settings(
         folder=Path(tempfile.mkdtemp(prefix="embermap-durability-", dir=base)),
         memory=args.memory,
+        log_limit=args.log_limit,
         batch=args.batch,
         every=args.every,
         rounds=args.rounds,
@@ -418,7 +423,7 @@ def measure(args: argparse.Namespace) -> None:
             "machine": machine(base),
             "settings": {
                 key: getattr(args, key)
-                for key in ("memory", "batch", "every", "rounds", "log", "quick")
+                for key in ("memory", "log_limit", "batch", "every", "rounds", "log", "quick")
             },
             "load": load,
             "minutes": (time.monotonic() - began) / 60,
