@@ -128,8 +128,8 @@ class Store:
     memory, a few hundred bytes; the copy opens it **read-only**, without a device, and sees the
     last commit; ValueError if another store is at the path by then. Copies that come into the same
     process share one opening, and its memory, until there is another commit; closing one closes
-    them all. Commit before workers start: while a writer has written pages since its last commit,
-    opening raises CorruptError.
+    them all. Commit before workers start. While a writer with durability "none" has written pages
+    since its last commit, opening raises CorruptError.
     `copy.copy` and `copy.deepcopy` give the same handle.
     """
 
@@ -401,9 +401,10 @@ class Store:
         """What the tables did since the store was opened.
 
         Returns {"memory": the budget, "memory_bytes": what is taken of it now, "tables": {name:
-        Table.stats()}, "total": sums over the tables, "log": the redo log: its limit, bytes that are
-        needed now and pages in them, memory, bytes written since the store was opened and pages
-        moved on to the tables}. A broken table is left out.
+        Table.stats()}, "total": sums over the tables, "log": of the redo log}. A broken table is
+        left out. The log has "limit", "bytes" that are needed now, "pages" in them, "memory_bytes",
+        "appended_bytes" and "applied_pages" (moved on to the tables) since the store was opened;
+        zeros without a log: opened read-only, or with durability "none".
         """
         core = self._live
         tables = {}
@@ -580,8 +581,9 @@ def open(  # noqa: A001
             torch.device; None: host memory only.
         threads: for copies and optimizer steps; 0 takes what the process may use, at most 16.
             I/O has 32 threads of its own.
-        accept_unclean: take the tables as they are after a session with durability "none" that ended
-            while it was writing pages, where they may hold a mix of the last commit and later rows.
+        accept_unclean: take the tables as they are after a session with durability "none" that
+            ended while it was writing pages, where they may hold a mix of the last commit and later
+            rows.
         io: how pages go between files and memory: "io_uring", "threads", "cached"; "auto" chooses
             for each file by a short probe. What the system refuses falls back; `Table.stats()`
             tells what is used and why.
@@ -592,11 +594,12 @@ def open(  # noqa: A001
         durability: "commit": everything up to a commit, of all tables, or nothing, whatever happens
             to the process or the machine; opened after a crash, the store is at its last commit.
             Changed pages are written to a redo log, and once more to the tables later. "none":
-            pages are written to the tables at any time, once; after a crash they may be of different
-            moments, and the store is refused until `accept_unclean`. For what can be made again.
-        log_limit: bytes, or a text, of the redo log: what is changed between two commits may take
-            half of it. None: as `memory`, at least 128 MiB and at most 32 GiB. It takes disk only as
-            it is used; its index takes up to 3 % as many bytes of `memory`.
+            pages are written to the tables at any time, once; after a crash they may be of
+            different moments, and the store is refused until `accept_unclean`. For what can be made
+            again.
+        log_limit: bytes, or a text, of the redo log, at least 1 MiB: what is changed between two
+            commits may take half of it. None: as `memory`, at least 128 MiB and at most 32 GiB. It
+            takes disk only as it is used; its index takes up to 3 % as many bytes of `memory`.
         autocommit: where more than that was changed, commit at the beginning of the call that would
             change more. False: that call raises LogFullError. A single call that exceeds it is
             done all the same.
@@ -608,9 +611,10 @@ def open(  # noqa: A001
             store names; a writer records that it belongs here now. False: open none.
 
     Raises: StoreNotFoundError (a FileNotFoundError; modes "r+" and "r"), FormatError (not a store,
-    a newer version, a broken manifest), LockedError (open for writing elsewhere, names the
-    process), CorruptError (an unclean end, see accept_unclean), CudaError (no such device),
-    OSError, ValueError.
+    a newer version, a broken manifest or log, committed rows of an adopted file that is not
+    opened), LockedError (open for writing elsewhere, names the process), CorruptError (an unclean
+    end, see accept_unclean), StaleError (the store changes all the time; mode "r"), CudaError (no
+    such device), OSError, ValueError.
     """
     where = Path(os.fsdecode(path)).absolute()  # os.chdir() must not matter
     if mode not in ("a", "r+", "r"):
