@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <memory>
+#include <optional>
 
 namespace embermap {
 
@@ -16,6 +17,9 @@ class WriterLock {
   // Throws LockedError "store X is open for writing in process 123 on host h" (X: `store`, for the message) if another holds it,
   // IoError if the file cannot be opened for writing or its file system has no locks.
   static WriterLock acquire(const std::filesystem::path& file, const std::filesystem::path& store);
+  // Whether anyone holds the lock of `file`, this process included; nullopt if that cannot be found out. Takes nothing and
+  // changes nothing: a writer that starts at this moment is not disturbed. Needs no permission to write.
+  static std::optional<bool> is_taken(const std::filesystem::path& file) noexcept;
 
   WriterLock() noexcept;  // holds nothing
   WriterLock(WriterLock&& other) noexcept;

@@ -301,13 +301,12 @@ LogStats Store::Impl::log_stats() const {
 RecoveryPlan plan_recovery(const std::filesystem::path& store) {
   RecoveryPlan plan;
   ThreadPool io(1);
-  Manifest manifest = Manifest::load(store);
-  try {
-    WriterLock::acquire(store / kWriterLockName, store).release();
-  } catch (const LockedError&) {
-    plan.writer = true;
-  }
-  if (const auto view = LogView::open(store / kLogName, io, {}, FileOps::system())) {
+  Manifest::load(store);  // says what is wrong where this is no store
+  plan.writer = WriterLock::is_taken(store / kWriterLockName).value_or(false);
+  refuse_link(store / kLogName);
+  const auto view = LogView::open(store / kLogName, io, {}, FileOps::system());
+  Manifest manifest = Manifest::load(store);  // after the log: commits go from there to here
+  if (view) {
     if (!view->manifest().empty()) {
       Manifest committed = Manifest::parse(view->manifest(), store / kLogName);
       if (committed.revision > manifest.revision) manifest = std::move(committed);

@@ -1,9 +1,7 @@
 #include "tools/describe_store.hpp"
 
-#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <charconv>
@@ -15,6 +13,7 @@
 
 #include "base/error.hpp"
 #include "io/file.hpp"
+#include "io/lock.hpp"
 #include "tools/arguments.hpp"
 #include "tools/console.hpp"
 #include "tools/paths.hpp"
@@ -24,20 +23,13 @@ namespace embermap::tools {
 namespace {
 
 // Who holds the store's writer lock: {"held": bool, "process": pid or null, "host": text or null}, or null if that cannot be
-// found out. Asks for the lock's state without taking it: a writer that starts at this moment is not disturbed.
+// found out.
 Json writer_json(const std::filesystem::path& store) {
   const std::filesystem::path path = store / "LOCK";
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  const Json nobody{{"held", false}, {"process", nullptr}, {"host", nullptr}};
-  if (fd < 0) return errno == ENOENT ? nobody : Json(nullptr);
-  struct flock lock{};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  const bool asked = fcntl(fd, F_OFD_GETLK, &lock) == 0;
-  close(fd);
-  if (!asked) return nullptr;
-  if (lock.l_type == F_UNLCK) return nobody;
-  Json writer{{"held", true}, {"process", nullptr}, {"host", nullptr}};
+  const std::optional<bool> taken = WriterLock::is_taken(path);
+  if (!taken) return nullptr;
+  Json writer{{"held", *taken}, {"process", nullptr}, {"host", nullptr}};
+  if (!*taken) return writer;
   try {
     const std::string text = read_text(path, 4096);  // "pid host\n", written after the lock was taken
     std::uint64_t pid = 0;

@@ -59,7 +59,7 @@ void NewTable::undo() noexcept {
   try {
     // While the lock is still held: nobody else can have put a table in.
     if (store_ && made_store_ && store_->tables().empty())
-      for (const char* name : {"embermap.json", "UNCOMMITTED", "LOCK"}) unlink((path_.store / name).c_str());
+      for (const char* name : {"embermap.json", "redo.log", "UNCOMMITTED", "LOCK"}) unlink((path_.store / name).c_str());
   } catch (const std::exception&) {  // the store stays as it is
   }
   if (made_directory_) rmdir(path_.store.c_str());  // does nothing where something is left in it

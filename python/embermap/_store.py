@@ -522,6 +522,16 @@ def _table_memory(memory: int | str | None) -> int:
     return size
 
 
+def _log_limit(limit: int | str | None) -> int:
+    """Bytes of the redo log; 0: as the memory."""
+    if limit is None:
+        return 0
+    size = _checks.size(limit, "log_limit")
+    if size == 0:
+        raise ValueError("log_limit must be more than 0 bytes; None takes as much as memory")
+    return size
+
+
 def _device_number(device: object) -> int | None:
     """The number of a CUDA device: None, "cpu", "cuda", "cuda:1", a number, a torch.device."""
     if device is None:
@@ -637,7 +647,7 @@ def open(  # noqa: A001
         direct,
         policy,
         durability,
-        0 if log_limit is None else _checks.size(log_limit, "log_limit"),
+        _log_limit(log_limit),
         bool(autocommit),
         allow_adopted,
     )

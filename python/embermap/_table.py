@@ -56,13 +56,15 @@ class Table:
     Pickling a table (for workers of a DataLoader, say) keeps the path of the store and the name,
     a few hundred bytes; the copy opens the store **read-only**, without a device, and sees the
     last commit; copies that come into the same process share one opening, see Store. Commit before
-    workers start: while a writer has written pages since its last commit, opening raises
-    CorruptError. `copy.copy` and `copy.deepcopy` give the same handle.
+    workers start. While a writer with durability "none" has written pages since its last commit,
+    opening raises CorruptError. `copy.copy` and `copy.deepcopy` give the same handle.
 
     Raises besides: OSError (a failed read or write, with errno and file name), CorruptError
-    (bytes that do not match their checksum), PermissionError (a write to a read-only store),
-    BudgetError (the store's memory is too small for one page), ForkError (a handle inherited by
-    fork).
+    (bytes that do not match their checksum; a store whose sync failed), StaleError (open read-only:
+    the writer has gone on, and rows of this commit are not in its files any more, see
+    `Store.refresh`), LogFullError (a change, in a store opened with autocommit=False),
+    PermissionError (a write to a read-only store), BudgetError (the store's memory is too small for
+    one page), ForkError (a handle inherited by fork).
     """
 
     __slots__ = ("_dim", "_dtype", "_handle", "_name", "_store")
@@ -169,8 +171,10 @@ class Table:
     def path(self) -> Path:
         """The .npy file, for `numpy.load(path, mmap_mode="r")`.
 
-        It holds what has been committed, until a writer changes the store: pages are rewritten in
-        place. Pages that were never written are zeros there (see `materialize`).
+        It holds the last commit after `Store.checkpoint()` and after close(); until then commits
+        may be in the store's redo log alone, and a writer moves them here at any time. Pages that
+        were never written are zeros there (see `materialize`), and one that no commit had yet may
+        hold rows of none. With durability "none" pages are written here at any time.
         """
         return self._live.file
 

@@ -147,6 +147,24 @@ TEST_F(WriterLockTest, HolderWithoutANameIsAnotherProcess) {
   EXPECT_THAT(error_of<LockedError>([&] { acquire(); }), HasSubstr("open for writing in another process"));
 }
 
+TEST_F(WriterLockTest, AskingWhoHasItTakesNothing) {
+  EXPECT_EQ(WriterLock::is_taken(at("LOCK")), false);
+  EXPECT_FALSE(std::filesystem::exists(at("LOCK")));
+  {
+    const WriterLock lock = acquire();
+    const std::string text = file_text(at("LOCK"));
+    EXPECT_EQ(WriterLock::is_taken(at("LOCK")), true);
+    EXPECT_EQ(in_child([&] { return WriterLock::is_taken(at("LOCK")) == true ? 0 : 1; }), 0);
+    EXPECT_EQ(file_text(at("LOCK")), text);
+    EXPECT_FALSE(can_acquire());  // asking has not released it
+  }
+  make_file(at("LOCK"), "of one that died");
+  EXPECT_EQ(WriterLock::is_taken(at("LOCK")), false);
+  EXPECT_EQ(file_text(at("LOCK")), "of one that died");
+  std::filesystem::create_symlink(at("LOCK"), at("link"));
+  EXPECT_EQ(WriterLock::is_taken(at("link")), std::nullopt);
+}
+
 TEST_F(WriterLockTest, OddLockFilesAreErrors) {
   EXPECT_THROW(WriterLock::acquire(at("none/LOCK"), folder_), IoError);
   std::filesystem::create_directory(at("d"));

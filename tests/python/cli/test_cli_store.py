@@ -504,7 +504,7 @@ def test_a_newer_or_broken_manifest_is_refused(cli: Embermap, tmp_path: Path) ->
     cli.ok("create", "t/x", *SHAPE, cwd=tmp_path)
     manifest = tmp_path / "t" / "embermap.json"
     good = manifest.read_text()
-    for bad in ["", "{", "[]", good.replace('"version": 1', '"version": 99')]:
+    for bad in ["", "{", "[]", good.replace('"version": 2', '"version": 99')]:
         manifest.write_text(bad)
         if bad == good:
             pytest.fail("the manifest's version is written otherwise")
