@@ -1088,6 +1088,7 @@ void Store::Impl::release() noexcept {
   core_->cleaner.stop();
   core_->logged = nullptr;
   core_->log.reset();
+  core_->view.reset();
   lock_.release();
 }
 

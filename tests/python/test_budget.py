@@ -21,7 +21,8 @@ def test_a_table_has_memory_of_its_own(path):
             table.gather(np.arange(0, 1_000_000, 100))
         taken = {t.name: t.stats()["memory_bytes"] for t in (own, large)}
         assert 1.9 * MiB < taken["own"] <= 2 * MiB
-        assert 12 * MiB < taken["large"] <= 14 * MiB
+        # An eighth of the store's memory is for the index of the redo log.
+        assert 11 * MiB < taken["large"] <= 12 * MiB
 
         own[5] = 7
         own.memory = "8MiB"
@@ -29,7 +30,7 @@ def test_a_table_has_memory_of_its_own(path):
         for table in (own, large):
             table.gather(np.arange(0, 1_000_000, 100))
         assert 7.5 * MiB < own.stats()["memory_bytes"] <= 8 * MiB
-        assert large.stats()["memory_bytes"] <= 8 * MiB
+        assert large.stats()["memory_bytes"] <= 6 * MiB
     with em.open(path, memory="16MiB") as store:
         assert store["own"].memory == 8 * MiB
         store["own"].memory = None
@@ -48,7 +49,10 @@ def test_what_a_table_cannot_use_goes_to_the_others(path):
         small.gather([1])
         large.gather(np.arange(0, 1_000_000, 100))
         assert small.stats()["memory_bytes"] < 50_000
-        assert large.stats()["memory_bytes"] > 14 * MiB
+        assert large.stats()["memory_bytes"] > 13 * MiB
+    with em.open(path, memory="16MiB", durability="none") as store:  # there is no log
+        store["large"].gather(np.arange(0, 1_000_000, 100))
+        assert store["large"].stats()["memory_bytes"] > 14 * MiB
 
 
 def least(error):
@@ -103,7 +107,7 @@ def test_many_tables_share_and_keep_within(path):
         stats = store.stats()
         assert stats["memory"] == memory
         frames = sum(t["memory_bytes"] for t in stats["tables"].values())
-        assert 0.9 * memory < frames <= memory * 31 / 32
+        assert 0.8 * memory < frames <= memory * (31 / 32 - 1 / 8)
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -175,7 +179,10 @@ def test_stats_of_tables_and_of_the_store(path):
         assert set(every["tables"]) == {"total", "b"}
         assert every["tables"]["total"]["misses"] == one["misses"]
         assert every["total"]["misses"] == one["misses"] + b.stats()["misses"]
-        assert every["memory_bytes"] <= every["memory"]
+        taken = sum(t["memory_bytes"] for t in every["tables"].values())
+        taken += every["log"]["memory_bytes"]
+        assert every["memory_bytes"] == taken + every["total"]["io_memory_bytes"]
+        assert taken <= every["memory"]  # what is for I/O is not in it
 
 
 def test_counters_go_through_sessions(path):
@@ -205,6 +212,7 @@ def test_counters_go_through_sessions(path):
         assert second["misses"] >= 1250
         assert second["commits"] == 2
         table.gather([5])
+        store.checkpoint()
         store.abandon()  # not committed, not recorded
     with em.open(path, mode="r", memory="1MiB") as store:
         assert store["t"].counters() == second

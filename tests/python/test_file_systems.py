@@ -102,6 +102,14 @@ def test_a_store_lives_there(folder, tmp_path):
     wanted = np.concatenate([rows[:2000], np.zeros((3000, 33), np.float32)])
     added = rows + np.bincount(ids, minlength=3000).astype(np.float32)[:, None]
     with em.open(folder / "s", mode="r", memory="300KiB") as store:
+        try:
+            _ = store["a"]
+            allow_adopted = None
+        except em.FormatError as error:  # ramfs: a copy could not be told from the store itself
+            if "does not tell when the store's directory was made" not in str(error):
+                raise
+            allow_adopted = True
+    with em.open(folder / "s", mode="r", memory="300KiB", allow_adopted=allow_adopted) as store:
         assert np.array_equal(store["t"][:], wanted)
         assert np.allclose(store["a"][:], added)
         assert np.allclose(np.load(folder / "plain.npy"), added)

@@ -212,6 +212,21 @@ def test_dropped_stores_release_everything(path):
         assert store.tables() == ["t"]
 
 
+@pytest.mark.parametrize("mode", ["r+", "r"])
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_a_store_that_has_ended_has_no_file_open(path, mode, end):
+    """Though its handle lives: the file system could not be unmounted."""
+    with em.open(path) as store:
+        store.create("t", rows=100, dim=4)[:] = 1
+    before = open_files()
+    store = em.open(path, mode=mode)
+    table = store["t"]
+    assert table[5].tolist() == [1] * 4
+    assert open_files() > before
+    getattr(store, end)()
+    assert open_files() == before
+
+
 def test_a_table_keeps_its_store(path):
     table = em.open(path).create("t", rows=10, dim=2)
     gc.collect()
