@@ -60,7 +60,8 @@ struct StoreOptions {
   // Bytes of redo log: what is changed between two commits takes at most half of it, before the store commits by itself
   // (autocommit), at the beginning of a call that changes rows, or that call throws LogFullError. A single call may exceed it. 0:
   // as `memory`, at least 128 MiB and at most 32 GiB. The log takes disk only as it is used. At least 1 MiB. Its index takes up
-  // to 3 % of this many bytes, and an eighth at most, of `memory`.
+  // to 3 % of this many bytes; `memory` keeps as much for it, but no more than an eighth: below some 32 MiB, with a log of 128
+  // MiB, it may take more than that, beside the budget.
   std::uint64_t log_limit = 0;
   bool autocommit = true;
   Progress recovery = {};       // called while opening applies what a crash left in the log: pages done, pages in all
@@ -131,8 +132,8 @@ class Store {
   // on while the disk is waited for. A failed sync is final: the store takes no writes from then on (CorruptError), and is at the
   // commit before when it is opened again. Other errors (disk full) leave everything as it was: commit() may be tried again.
   std::uint64_t commit();
-  // Moves what is committed from the redo log to the tables' files, which then are exactly the last commit: for NumPy, backups and
-  // readers that look at the files themselves. The store does so by itself, later, and when it is closed. Commits nothing.
+  // Moves what is committed from the redo log to the tables' files, which then are exactly the last commit: for NumPy, backups
+  // and readers that look at the files themselves. The store does so by itself, later, and when it is closed. Commits nothing.
   void checkpoint();
   // Brings a reader to the last commit: tables made since are there, removed ones closed, handles show the new rows. Returns the
   // commit's number. Throws as open() does. A writer is there already.

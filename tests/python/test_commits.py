@@ -118,6 +118,33 @@ def test_a_session_without_a_log_leaves_none(path):
         assert np.load(path / "t.npy")[3].tolist() == [4, 4]
 
 
+def test_what_a_log_has_after_a_crash_counts_in_a_session_without_one(crashed):
+    with em.open(crashed, durability="none", memory="256KiB") as store:
+        check_last_commit(store)
+        assert "redo.log" not in names(crashed)
+    with em.open(crashed, mode="r", memory="256KiB") as store:
+        check_last_commit(store)
+
+
+def test_readers_beside_a_writer_without_a_log(path):
+    with em.open(path) as store:
+        store.create("t", rows=100, dim=PAGE)[:] = 1
+    with em.open(path, mode="r", memory="64KiB") as reader:
+        table = reader["t"]
+        with em.open(path, durability="none", memory="64KiB") as store:
+            with pytest.raises(em.StaleError, match="without a log"):
+                table[:]
+            assert reader.refresh() == store.commit_number
+            assert (table[:] == 1).all()
+            store["t"][:] = 2  # more than fits into memory: the files are of two moments
+            for look in (reader.refresh, lambda: em.open(path, mode="r")):
+                with pytest.raises(em.CorruptError, match="a writer without a redo log is at work"):
+                    look()
+            store.commit()
+            assert reader.refresh() == store.commit_number
+            assert (table[:] == 2).all()
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
