@@ -548,7 +548,22 @@ void bind_store(nb::module_& m) {
       .def("contains", &Store::contains, "name"_a, Release())
       .def("tables", &Store::tables, Release())
       .def("remove", &Store::remove, "name"_a, Release())
-      .def("commit", &Store::commit, Release())
+      .def("commit", &Store::commit, "note"_a, Release())
+      .def(
+          "note", [](const Store& store) { return store.last_commit().note; }, Release())
+      .def(
+          "commits",
+          [](const Store& store) {
+            std::vector<CommitInfo> commits;
+            {
+              const nb::gil_scoped_release release;
+              commits = store.commits();
+            }
+            nb::list list;
+            for (const CommitInfo& commit : commits) list.append(nb::make_tuple(commit.number, commit.time, commit.note));
+            return list;
+          },
+          nb::sig("def commits(self) -> list[tuple[int, str, str]]"))
       .def("checkpoint", &Store::checkpoint, Release())
       .def("refresh", &Store::refresh, Release())
       .def(

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <chrono>
+#include <ctime>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -21,6 +23,9 @@ using ReadJson = nlohmann::json;      // looked up by key in a time that many ke
 
 constexpr std::uint64_t kMaxManifest = 64ULL << 20;
 constexpr std::size_t kDeepest = 16;  // nesting: ours is four deep
+constexpr std::size_t kDeepestNote = 12;
+constexpr std::size_t kMaxNote = 64U << 10;
+constexpr std::size_t kMaxTime = 40;
 constexpr std::string_view kFormatName = "embermap";
 constexpr std::string_view kChecksumKey = "\"checksum\"";  // of the manifest itself: its last key
 
@@ -91,7 +96,8 @@ std::string shown(const ReadJson& value) {
 // about: a key twice in one object. (A callback of the parser that makes values would do, in a time that grows with the square.)
 class JsonCheck {
  public:
-  explicit JsonCheck(const std::filesystem::path& file) : file_{file} {}
+  explicit JsonCheck(const std::filesystem::path& file, std::string_view what = "the manifest", std::size_t deepest = kDeepest)
+      : file_{file}, what_{what}, deepest_{deepest} {}
 
   bool null() { return true; }
   bool boolean(bool) { return true; }
@@ -106,14 +112,14 @@ class JsonCheck {
   bool end_array() { return close(); }
   bool key(std::string& name) {
     if (!keys_.back().insert(name).second)
-      throw FormatError(file_, fmt::format("the manifest has the key '{}' twice in one object", printable(name.substr(0, 200))));
+      throw FormatError(file_, fmt::format("{} has the key '{}' twice in one object", what_, printable(name.substr(0, 200))));
     return true;
   }
   bool parse_error(std::size_t, const std::string&, const ReadJson::exception&) { return false; }
 
  private:
   bool open() {
-    if (keys_.size() == kDeepest) throw FormatError(file_, fmt::format("the manifest is nested more than {} deep", kDeepest));
+    if (keys_.size() == deepest_) throw FormatError(file_, fmt::format("{} is nested more than {} deep", what_, deepest_));
     keys_.emplace_back();
     return true;
   }
@@ -123,7 +129,27 @@ class JsonCheck {
   }
 
   const std::filesystem::path& file_;
+  const std::string_view what_;
+  const std::size_t deepest_;
   std::vector<std::set<std::string, std::less<>>> keys_;  // of what is open
+};
+
+// The same for a note, which has to come back as it was given: a whole number that is none of 64 bits would not.
+class NoteCheck : public JsonCheck {
+ public:
+  using JsonCheck::JsonCheck;
+  bool key(std::string& name) {
+    key_ = name;
+    return JsonCheck::key(name);
+  }
+  bool number_float(double, const std::string& text) {
+    if (text.find_first_of(".eE") != std::string::npos) return true;
+    throw InvalidArgument(fmt::format("note: '{}' has {}, a whole number that 64 bits do not hold", printable(key_),
+                                      printable(text.substr(0, 80))));
+  }
+
+ private:
+  std::string key_;
 };
 
 ReadJson parse_json(std::string_view text, const std::filesystem::path& file) {
@@ -335,6 +361,12 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
   Manifest manifest;
   manifest.commit = top.integer("commit");
   if (manifest.commit >= 1ULL << 63) top.fail(fmt::format("has an impossible 'commit': {}", manifest.commit));
+  if (top.has("time")) manifest.time = top.text("time");
+  if (manifest.time.size() > kMaxTime) top.fail(fmt::format("has a 'time' of {} bytes", manifest.time.size()));
+  if (top.has("note")) {
+    if (!top.at("note").is_object()) top.fail(fmt::format("has a 'note' that is no object: {}", shown(top.at("note"))));
+    manifest.note = top.at("note").dump();
+  }
   // Version 1 had neither revisions nor numbers of tables.
   if (version > 1) {
     manifest.revision = top.integer("revision");
@@ -366,8 +398,12 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
 }
 
 std::string Manifest::text() const {
-  Json json{{"format", kFormatName}, {"version", kFormatVersion}, {"commit", commit},
-            {"revision", revision},  {"next_id", next_id},        {"tables", Json::object()}};
+  Json json{{"format", kFormatName}, {"version", kFormatVersion}, {"commit", commit}};
+  if (!time.empty()) json["time"] = time;
+  if (!note.empty()) json["note"] = Json::parse(note);
+  json["revision"] = revision;
+  json["next_id"] = next_id;
+  json["tables"] = Json::object();
   auto& listed = json["tables"].get_ref<Json::object_t&>();
   for (const auto& [name, entry] : tables) {
     // Appended as they come: no name is there twice, and looking for it would take longer with each table.
@@ -403,6 +439,33 @@ std::string Manifest::text() const {
 }
 
 void Manifest::save(const std::filesystem::path& store, FileOps& ops) const { replace_file(store / kManifestName, text(), ops); }
+
+std::string note_text(std::string_view text) {
+  if (text.size() > kMaxNote)
+    throw InvalidArgument(fmt::format("a note of {} bytes of JSON; a commit has room for {}", text.size(), kMaxNote));
+  const std::filesystem::path place = "note";
+  NoteCheck check(place, "it", kDeepestNote);
+  try {
+    if (!ReadJson::sax_parse(text, &check)) throw FormatError(place, "is not valid JSON");
+  } catch (const FormatError& problem) {
+    throw InvalidArgument(problem.what());
+  }
+  const ReadJson json = ReadJson::parse(text);
+  if (!json.is_object()) throw InvalidArgument(fmt::format("note: is no JSON object: {}", shown(json)));
+  std::string kept = json.dump();
+  if (kept.size() > kMaxNote)
+    throw InvalidArgument(fmt::format("a note of {} bytes of JSON; a commit has room for {}", kept.size(), kMaxNote));
+  return kept;
+}
+
+std::string utc_now() {
+  const auto now = std::chrono::floor<std::chrono::milliseconds>(std::chrono::system_clock::now());
+  const std::time_t seconds = std::chrono::system_clock::to_time_t(now);
+  std::tm parts{};
+  ::gmtime_r(&seconds, &parts);
+  return fmt::format("{:04}-{:02}-{:02}T{:02}:{:02}:{:02}.{:03}Z", parts.tm_year + 1900, parts.tm_mon + 1, parts.tm_mday,
+                     parts.tm_hour, parts.tm_min, parts.tm_sec, (now.time_since_epoch().count() % 1000 + 1000) % 1000);
+}
 
 void check_table_name(std::string_view name) {
   const auto fail = [&](std::string_view why) {

@@ -46,6 +46,8 @@ struct Manifest {
   std::uint64_t revision =
       0;  // grows with every manifest that is written, to its file or into the redo log: the higher one counts
   std::uint32_t next_id = 1;
+  std::string time;  // of the commit, "2031-05-06T07:08:09.123Z"; empty: not known
+  std::string note;  // of the commit, as note_text() gives it; empty: none
   std::map<std::string, TableEntry, std::less<>> tables;
   // Names of files in the store of tables that are being created or removed: what a crash leaves of them belongs to nobody.
   std::set<std::string, std::less<>> unfinished;
@@ -59,6 +61,12 @@ struct Manifest {
   // Atomic and durable.
   void save(const std::filesystem::path& store, FileOps& ops) const;
 };
+
+// The text of a note as it is kept: one line, keys in order. Throws InvalidArgument for what Store::commit() does not take.
+std::string note_text(std::string_view json);
+
+// Now, as Manifest::time has it.
+std::string utc_now();
 
 // Throws InvalidArgument naming the rule: see Store::create.
 void check_table_name(std::string_view name);

@@ -37,7 +37,9 @@ Table Store::table(std::string_view name) { return impl_->table(name); }
 bool Store::contains(std::string_view name) const { return impl_->contains(name); }
 std::vector<std::string> Store::tables() const { return impl_->names(); }
 void Store::remove(std::string_view name) { impl_->remove(name); }
-std::uint64_t Store::commit() { return impl_->commit(); }
+std::uint64_t Store::commit(std::string_view note) { return impl_->commit(note); }
+CommitInfo Store::last_commit() const { return impl_->last_commit(); }
+std::vector<CommitInfo> Store::commits() const { return impl_->commits(); }
 void Store::checkpoint() { impl_->checkpoint(); }
 std::uint64_t Store::refresh() { return impl_->refresh(); }
 void Store::close() { impl_->close(); }

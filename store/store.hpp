@@ -82,6 +82,14 @@ struct LogStats {
   std::uint64_t appended_bytes = 0, applied_pages = 0;  // since the store was opened
 };
 
+// A commit of a store.
+struct CommitInfo {
+  std::uint64_t number = 0;
+  std::string time;  // when it was begun, UTC: "2031-05-06T07:08:09.123Z"; empty: not known
+  std::string note;  // JSON text of the object that it was given, on one line, keys in alphabetical order; empty: none
+  bool operator==(const CommitInfo&) const = default;
+};
+
 // What opening a store for writing would do to it first.
 struct RecoveryPlan {
   bool writer = false;                         // one is at work: what follows is its business
@@ -131,7 +139,15 @@ class Store {
   // Makes all changes of all tables durable, as one. Returns the commit's number; without changes the last one's. Other calls go
   // on while the disk is waited for. A failed sync is final: the store takes no writes from then on (CorruptError), and is at the
   // commit before when it is opened again. Other errors (disk full) leave everything as it was: commit() may be tried again.
-  std::uint64_t commit();
+  // `note`, JSON text of an object, is part of the commit: a training step, a loss, what belongs to these rows. With one (also
+  // "{}") it is a commit without changes, too. Throws InvalidArgument for a note that is no JSON object, has a key twice or a
+  // whole number beyond 64 bits, is nested more than 12 deep or takes more than 64 KiB.
+  std::uint64_t commit(std::string_view note = {});
+  // Number 0, without time, if there is none yet. A reader's: the commit that it sees.
+  CommitInfo last_commit() const;
+  // The last commits up to that one, the newest last: at most 1000, and as many as take a MiB as text. Those that the store makes
+  // by itself (autocommit, resize, close) have no note.
+  std::vector<CommitInfo> commits() const;
   // Moves what is committed from the redo log to the tables' files, which then are exactly the last commit: for NumPy, backups
   // and readers that look at the files themselves. The store does so by itself, later, and when it is closed. Commits nothing.
   void checkpoint();

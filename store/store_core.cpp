@@ -51,6 +51,7 @@ bool UncommittedMark::is_set() const {
 void ManifestFile::save(const Manifest& manifest) {
   const std::lock_guard lock(mutex_);
   if (manifest.revision <= revision_) return;
+  history_.write(manifest.commit);
   manifest.save(store_, ops_);
   revision_ = manifest.revision;
 }
@@ -210,7 +211,7 @@ void StoreCore::bound_log() {
         fmt::format("store {}: {} bytes were changed since the last commit; the redo log's limit ({}) allows for half of "
                     "it. commit() more often, raise log_limit, or let the store commit by itself (autocommit)",
                     printable(path), bytes, format_size(log->limit())));
-  store->commit();
+  store->commit({});
 }
 
 CudaEngine& StoreCore::engine(int on_device) {

@@ -22,6 +22,7 @@
 #include "base/thread_pool.hpp"
 #include "io/file.hpp"
 #include "kernels/cuda.hpp"
+#include "store/commit_history.hpp"
 #include "store/log_view.hpp"
 #include "store/manifest.hpp"
 #include "store/redo_log.hpp"
@@ -55,7 +56,8 @@ class UncommittedMark {
 // Thread safety: all members may be called from several threads.
 class ManifestFile {
  public:
-  ManifestFile(std::filesystem::path store, FileOps& ops) : store_{std::move(store)}, ops_{ops} {}
+  ManifestFile(std::filesystem::path store, CommitHistory& history, FileOps& ops)
+      : store_{std::move(store)}, history_{history}, ops_{ops} {}
   // Unless the file is newer, that is. Durable.
   void save(const Manifest& manifest);
   void save_text(std::string_view text);
@@ -63,6 +65,7 @@ class ManifestFile {
 
  private:
   std::filesystem::path store_;
+  CommitHistory& history_;  // has the commits up to the manifest's before that is saved
   FileOps& ops_;
   std::mutex mutex_;
   std::uint64_t revision_ = 0;
@@ -140,7 +143,8 @@ struct StoreCore {
         compute{options.threads},
         io{kIoThreads},
         mark{path, file_ops},
-        manifest_file{path, file_ops} {}
+        history{path, file_ops},
+        manifest_file{path, history, file_ops} {}
 
   // Throws ClosedError after close() and in a forked child, Error in a progress callback, which runs with the store's locks held.
   void check_usable() const;
@@ -184,6 +188,7 @@ struct StoreCore {
   ThreadPool compute;
   ThreadPool io;
   UncommittedMark mark;
+  CommitHistory history;  // of a writer
   ManifestFile manifest_file;
   std::unique_ptr<RedoLog> log;   // of a writer with Durability::kCommit
   std::unique_ptr<LogView> view;  // of a reader, where there is a log

@@ -140,7 +140,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
                           printable(absolute), kManifestName, printable(item.path().filename())));
       if (error) throw IoError(error.value(), "opendir", absolute);
     }
-    for (const std::string_view name : {kManifestName, kWriterLockName, UncommittedMark::kName, kLogName})
+    for (const std::string_view name : {kManifestName, kWriterLockName, UncommittedMark::kName, kLogName, kHistoryName})
       refuse_link(absolute / name);
     WriterLock lock;
     if (options.mode != Mode::kRead) {
@@ -325,7 +325,10 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
 
 Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Manifest manifest) {
   const std::filesystem::path path = core.path / kLogName;
-  if (core.durability == Durability::kNone && !is_there(path)) return manifest;
+  if (core.durability == Durability::kNone && !is_there(path)) {
+    core.history.load(manifest, {});
+    return manifest;
+  }
   refuse_link(path);
   const RedoLogOptions log_options{.limit = core.log_limit,
                                    .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
@@ -338,6 +341,7 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     Manifest committed = Manifest::parse(log.found()->manifest, path);
     if (committed.revision > manifest.revision) manifest = std::move(committed);
   }
+  core.history.load(manifest, log.found() ? commits_in_log(path, core.ops) : std::vector<CommitInfo>());
   // Pages go to the files before anything else looks at those: a resize may have been committed, and the files not have it yet.
   struct Recovered {
     Schema schema;
@@ -726,10 +730,22 @@ void Store::Impl::remove(std::string_view name) {
   apply(plan(*core_, manifest_.tables));
 }
 
-std::uint64_t Store::Impl::commit() {
+std::uint64_t Store::Impl::commit(std::string_view note) {
+  std::string text = note.empty() ? std::string() : note_text(note);
   const auto guard = lock();
   check_writable();
-  return commit_locked(/*even_unchanged=*/false);
+  return commit_locked(/*even_unchanged=*/false, std::move(text));
+}
+
+CommitInfo Store::Impl::last_commit() const {
+  const auto guard = lock();
+  return {.number = manifest_.commit, .time = manifest_.time, .note = manifest_.note};
+}
+
+std::vector<CommitInfo> Store::Impl::commits() const {
+  const auto guard = lock();
+  if (core_->writable) return core_->history.list(manifest_.commit);
+  return read_history(core_->path, manifest_, core_->ops);
 }
 
 std::vector<std::unique_lock<FairSharedMutex>> Store::Impl::stand_still() {
@@ -744,32 +760,34 @@ void Store::Impl::replace_manifest(Manifest manifest) {
   manifest_ = std::move(manifest);
 }
 
-std::uint64_t Store::Impl::commit_locked(bool even_unchanged) {
+std::uint64_t Store::Impl::commit_locked(bool even_unchanged, std::string note) {
   std::optional<PendingCommit> pending;
   {
     const auto still = stand_still();
-    if (!core_->log) return commit_still(even_unchanged);
-    pending = begin_commit(even_unchanged);
+    if (!core_->log) return commit_still(even_unchanged, std::move(note));
+    pending = begin_commit(even_unchanged, std::move(note));
   }
   return pending ? finish_commit(std::move(*pending)) : manifest_.commit;
 }
 
-std::uint64_t Store::Impl::commit_still(bool even_unchanged) {
-  auto pending = begin_commit(even_unchanged);
+std::uint64_t Store::Impl::commit_still(bool even_unchanged, std::string note) {
+  auto pending = begin_commit(even_unchanged, std::move(note));
   return pending ? finish_commit(std::move(*pending)) : manifest_.commit;
 }
 
-std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_unchanged) {
+std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_unchanged, std::string note) {
   if (core_->log) core_->log->check_usable();  // also where nothing changed since a commit that failed: it is no commit
   // The mark counts as a change: pages were written that no manifest knows of, be it by a commit that failed or in a table
   // removed since.
-  bool changed = even_unchanged || core_->mark.is_set();
+  bool changed = even_unchanged || !note.empty() || core_->mark.is_set();
   for (const auto& [name, table] : tables_) changed = changed || table->changed();
   if (!changed) return std::nullopt;
   PendingCommit pending{manifest_, {}};
   for (const auto& [name, table] : tables_) pending.manifest.tables.insert_or_assign(name, table->flush_and_sync());
   ++pending.manifest.commit;
   ++pending.manifest.revision;
+  pending.manifest.time = utc_now();
+  pending.manifest.note = std::move(note);
   if (!core_->log) {
     core_->newest = pending.manifest.commit;  // also if saving it fails: it may have been replaced all the same
     return pending;
@@ -780,10 +798,17 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
 }
 
 std::uint64_t Store::Impl::finish_commit(PendingCommit pending) {
-  if (pending.log)
-    core_->log->finish_commit(std::move(*pending.log));
-  else
-    core_->manifest_file.save(pending.manifest);
+  // Before: it is applied as soon as it is durable, and its line is written then.
+  core_->history.add({.number = pending.manifest.commit, .time = pending.manifest.time, .note = pending.manifest.note});
+  try {
+    if (pending.log)
+      core_->log->finish_commit(std::move(*pending.log));
+    else
+      core_->manifest_file.save(pending.manifest);
+  } catch (...) {
+    core_->history.take_back(pending.manifest.commit);
+    throw;
+  }
   manifest_ = std::move(pending.manifest);
   core_->commit = manifest_.commit;
   if (!core_->log) {

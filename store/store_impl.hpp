@@ -32,7 +32,9 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   bool contains(std::string_view name) const;
   std::vector<std::string> names() const;
   void remove(std::string_view name);
-  std::uint64_t commit();
+  std::uint64_t commit(std::string_view note);
+  CommitInfo last_commit() const;
+  std::vector<CommitInfo> commits() const;
   void resize(TableImpl& table, std::uint64_t rows);
   std::uint64_t append(TableImpl& table, std::span<const std::byte> rows);
   void set_memory(TableImpl& table, std::uint64_t bytes);
@@ -88,14 +90,15 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   Table add(const std::string& name, const TableEntry& entry);
   // Keeps all tables' users out: what happens then is one moment of all of them.
   std::vector<std::unique_lock<FairSharedMutex>> stand_still();
-  std::uint64_t commit_locked(bool even_unchanged);
-  std::uint64_t commit_still(bool even_unchanged);  // with all tables standing still
+  // `note`: as Manifest::note; where there is one, even_unchanged.
+  std::uint64_t commit_locked(bool even_unchanged, std::string note = {});
+  std::uint64_t commit_still(bool even_unchanged, std::string note = {});  // with all tables standing still
   // A commit in two parts: what all tables have is gathered while they stand still, and made durable while others go on.
   struct PendingCommit {
     Manifest manifest;
     std::optional<RedoLog::Pending> log;
   };
-  std::optional<PendingCommit> begin_commit(bool even_unchanged);  // nullopt: nothing has changed
+  std::optional<PendingCommit> begin_commit(bool even_unchanged, std::string note);  // nullopt: nothing has changed
   std::uint64_t finish_commit(PendingCommit pending);
   // Makes `manifest`, which is manifest_ with other tables, the store's.
   void replace_manifest(Manifest manifest);

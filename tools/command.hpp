@@ -43,6 +43,7 @@ using Action = std::function<int(const Common&)>;
 void finish_command(CLI::App& command, Common& common, Action& chosen, const std::string& examples, Action action);
 
 void add_create(CLI::App& app, Common& common, Action& chosen);
+void add_commits(CLI::App& app, Common& common, Action& chosen);
 void add_info(CLI::App& app, Common& common, Action& chosen);
 void add_import(CLI::App& app, Common& common, Action& chosen);
 void add_export(CLI::App& app, Common& common, Action& chosen);

@@ -133,13 +133,15 @@ Opened open_to_look(const std::filesystem::path& path, StoreOptions options) {
   }
 }
 
+Json note_json(const CommitInfo& commit) { return commit.note.empty() ? Json() : Json::parse(commit.note); }
+
 Json store_facts(const std::filesystem::path& path, const Opened& opened) {
   const Json writer = writer_json(path);
   const bool at_work = writer.is_object() && writer["held"].get<bool>();
-  return {{"commit", opened.store.commit_number()},
-          {"writer", writer},
-          {"uncommitted", opened.uncommitted},
-          {"unclean", opened.uncommitted && !at_work}};
+  const CommitInfo commit = opened.store.last_commit();
+  return {{"commit", commit.number},           {"time", commit.time.empty() ? Json() : Json(json_text(commit.time))},
+          {"note", note_json(commit)},         {"writer", writer},
+          {"uncommitted", opened.uncommitted}, {"unclean", opened.uncommitted && !at_work}};
 }
 
 std::string writer_text(const Json& writer) {
@@ -151,7 +153,9 @@ std::string writer_text(const Json& writer) {
 }
 
 void add_store_facts(Facts& facts, const Json& d) {
-  facts.add("commit", grouped(d["commit"].get<std::uint64_t>()));
+  const std::string time = d["time"].is_null() ? "" : ", " + printable(d["time"].get<std::string>());
+  facts.add("commit", grouped(d["commit"].get<std::uint64_t>()) + time);
+  if (!d["note"].is_null()) facts.add("note", printable(d["note"].dump()));
   facts.add("writer", writer_text(d["writer"]));
   if (d["unclean"].get<bool>())
     facts.add("unclean end", "rows may mix the last commit and later ones; 'embermap recover' accepts them");
@@ -271,6 +275,10 @@ Json describe_store(const std::filesystem::path& path, const StoreOptions& optio
   json.update(store_facts(path, opened));
   json["tables"] = std::move(tables);
   return json;
+}
+
+std::vector<CommitInfo> commits_of(const std::filesystem::path& store, const StoreOptions& options) {
+  return open_to_look(store, options).store.commits();
 }
 
 Json describe_table(const std::filesystem::path& store, const std::string& name, const StoreOptions& options) {

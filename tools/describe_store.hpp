@@ -10,12 +10,15 @@
 
 namespace embermap::tools {
 
-// {"kind": "store", "path", "commit", "writer", "uncommitted", "unclean", "tables": [...]}. Opens read-only, also beside a
-// writer, and reads no rows; the probe that chooses how a file would be read may read some dozen pages.
+// {"kind": "store", "path", "commit", "time", "note", "writer", "uncommitted", "unclean", "tables": [...]}. Opens read-only, also
+// beside a writer, and reads no rows; the probe that chooses how a file would be read may read some dozen pages.
 Json describe_store(const std::filesystem::path& path, const StoreOptions& options);
 
 // {"kind": "table", "name", "rows", ...} with the same facts about the store.
 Json describe_table(const std::filesystem::path& store, const std::string& name, const StoreOptions& options);
+
+// Store::commits(), opened as above.
+std::vector<CommitInfo> commits_of(const std::filesystem::path& store, const StoreOptions& options);
 
 // One table of an open store.
 Json table_json(const Table& table);

@@ -64,6 +64,7 @@ int run(int argc, char** argv) {
   Action action;
   add_create(app, common, action);
   add_info(app, common, action);
+  add_commits(app, common, action);
   add_import(app, common, action);
   add_export(app, common, action);
   add_convert(app, common, action);

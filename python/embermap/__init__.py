@@ -31,7 +31,7 @@ from ._errors import (
     StoreNotFoundError,
 )
 from ._prefetch import Prefetcher
-from ._store import Store, open  # noqa: A004
+from ._store import Commit, Store, open  # noqa: A004
 from ._table import Prefetch, Table, TableView
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BudgetError",
+    "Commit",
     "CorruptError",
     "CudaError",
     "Error",

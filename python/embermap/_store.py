@@ -7,27 +7,35 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _arrays, _checks, _core, _dtypes
+from . import _arrays, _checks, _core, _dtypes, _notes
 from . import init as initializers
 from . import optim as optimizers
 from ._errors import ForkError, NotFoundError, StoreNotFoundError
 from ._prefetch import HintServer
 from ._table import Progress, Table
 
-__all__ = ["Store", "open"]
+__all__ = ["Commit", "Store", "open"]
 
 Mode = Literal["a", "r+", "r"]
 Io = Literal["auto", "io_uring", "threads", "cached"]
 Policy = Literal["lru", "s3fifo"]
 Durability = Literal["commit", "none"]
+
+
+class Commit(NamedTuple):
+    """A commit of a store."""
+
+    number: int
+    time: str  # when it was begun, UTC: "2031-05-06T07:08:09.123Z"
+    note: dict[str, Any] | None  # what Store.commit() was given
 
 
 class _Session:
@@ -426,16 +434,41 @@ class Store:
 
     # --- commits ----------------------------------------------------------------------------------
 
-    def commit(self) -> int:
+    def commit(self, note: Mapping[str, Any] | None = None) -> int:
         """Make all changes since the last commit durable, of all tables together.
 
         Other threads go on while the disk is waited for. A failed sync is final: the store takes no
         writes from then on (CorruptError); opened again it is at the commit before. Other errors, a
         full disk, change nothing: commit again.
 
+        Args:
+            note: what belongs to these rows, as part of the commit: `{"step": 1000, "loss": 0.25}`.
+                Strings, numbers, True, False, None, lists and mappings of them, numbers of NumPy
+                too; at most 64 KiB as JSON, nested at most 12 deep. With a note it is a commit even
+                if no row has changed.
+
         Returns the number of the commit; without changes that of the last one.
+
+        Raises: TypeError, ValueError (NaN, infinity, a whole number beyond 64 bits), which name the
+        key; what is said above.
         """
-        return self._live.commit()
+        return self._live.commit("" if note is None else _notes.text(note))
+
+    @property
+    def note(self) -> dict[str, Any] | None:
+        """The note of the last commit, or None; a reader's is that of the commit it sees."""
+        return _notes.value(self._live.note())
+
+    def commits(self) -> list[Commit]:
+        """The last commits, the newest last: `number`, `time` (UTC, ISO 8601), `note` (None: none).
+
+        At most 1000, and as many as take a MiB as text. Commits that the store makes by itself (at
+        close, to resize, where the redo log is full) have no note. A reader's list ends with the
+        commit it sees.
+        """
+        return [
+            Commit(number, time, _notes.value(note)) for number, time, note in self._live.commits()
+        ]
 
     def checkpoint(self) -> None:
         """Move what is committed from the redo log to the tables' `.npy` files.
