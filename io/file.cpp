@@ -3,6 +3,8 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <liburing.h>
+#include <linux/fs.h>
+#include <sys/ioctl.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -111,6 +113,8 @@ int FileOps::allocate(int fd, off_t bytes) { return ::fallocate(fd, FALLOC_FL_KE
 int FileOps::deallocate(int fd, off_t offset, off_t bytes) {
   return ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, bytes);
 }
+
+int FileOps::clone(int to, int from) { return ::ioctl(to, FICLONE, from); }
 
 int FileOps::uring_setup(unsigned entries, io_uring* ring, io_uring_params* parameters) {
   const int result = ::io_uring_queue_init_params(entries, ring, parameters);

@@ -40,6 +40,7 @@ class FileOps {
   virtual int rename_new(const char* from, const char* to);
   virtual int allocate(int fd, off_t bytes);                  // fallocate of [0, bytes), the file's size kept
   virtual int deallocate(int fd, off_t offset, off_t bytes);  // makes a hole of it: it reads as zeros and takes no disk
+  virtual int clone(int to, int from);                        // all of `from`, sharing its blocks (FICLONE)
   // io_uring: making a ring, telling it where buffers lie (`count` pieces), and the result of a request for `bytes` bytes from
   // `offset` on (a count or a negative errno), which may be replaced.
   virtual int uring_setup(unsigned entries, struct io_uring* ring, struct io_uring_params* parameters);

@@ -514,6 +514,23 @@ void bind_table(nb::module_& m) {
       .def("counters", &counters_of);
 }
 
+Report take_snapshot(Store& store, const std::filesystem::path& destination, const nb::object& callback) {
+  SnapshotReport report;
+  {
+    const Progress progress = progress_of(callback);
+    const nb::gil_scoped_release release;
+    report = store.snapshot(destination, progress);
+  }
+  Report out;
+  out["commit"] = report.commit.number;
+  out["pages"] = report.pages;
+  out["copied_pages"] = report.copied_pages;
+  out["copied_bytes"] = report.copied_bytes;
+  out["cloned_tables"] = report.cloned_tables;
+  out["rounds"] = report.rounds;
+  return out;
+}
+
 void bind_store(nb::module_& m) {
   using Release = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<Store>(m, "Store")
@@ -565,6 +582,9 @@ void bind_store(nb::module_& m) {
           },
           nb::sig("def commits(self) -> list[tuple[int, str, str]]"))
       .def("checkpoint", &Store::checkpoint, Release())
+      .def("snapshot", &take_snapshot, "destination"_a, "progress"_a.none(),
+           nb::sig("def snapshot(self, destination: str | os.PathLike[str], progress: Callable[[int, int], object] | None) -> "
+                   "dict[str, int]"))
       .def("refresh", &Store::refresh, Release())
       .def(
           "log_stats",

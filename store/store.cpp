@@ -42,6 +42,9 @@ CommitInfo Store::last_commit() const { return impl_->last_commit(); }
 std::vector<CommitInfo> Store::commits() const { return impl_->commits(); }
 void Store::checkpoint() { impl_->checkpoint(); }
 std::uint64_t Store::refresh() { return impl_->refresh(); }
+SnapshotReport Store::snapshot(const std::filesystem::path& destination, const Progress& progress) {
+  return impl_->snapshot(destination, progress);
+}
 void Store::close() { impl_->close(); }
 void Store::abandon() noexcept { impl_->abandon(); }
 void Store::forget_after_fork() noexcept { impl_->forget_after_fork(); }

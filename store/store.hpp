@@ -90,6 +90,15 @@ struct CommitInfo {
   bool operator==(const CommitInfo&) const = default;
 };
 
+// What Store::snapshot() did.
+struct SnapshotReport {
+  CommitInfo commit;                                 // that the snapshot is of
+  std::uint64_t pages = 0;                           // written ones, of all tables
+  std::uint64_t copied_pages = 0, copied_bytes = 0;  // by this call: in a second round or after an interruption not all of them
+  std::uint64_t cloned_tables = 0;                   // whose files share their blocks with the store's
+  unsigned rounds = 0;                               // how often the writer came in between, and one
+};
+
 // What opening a store for writing would do to it first.
 struct RecoveryPlan {
   bool writer = false;                         // one is at work: what follows is its business
@@ -154,6 +163,16 @@ class Store {
   // Brings a reader to the last commit: tables made since are there, removed ones closed, handles show the new rows. Returns the
   // commit's number. Throws as open() does. A writer is there already.
   std::uint64_t refresh();
+  // Makes `destination` a store that is this one at its last commit, which a reader need not have seen: tables with optimizer
+  // state, notes, everything but what no commit has. Others go on meanwhile, here and in other processes: the copy is gone over
+  // until all of it is of one commit. In the writer's process the redo log is not applied during the last of these rounds; what
+  // needs that (checkpoint, resize, append, remove, close, a log at its limit) waits. The destination is a new or empty
+  // directory, not inside of the store. After an error or a crash it is no store, and the same call goes on with it. An adopted
+  // table becomes an ordinary one with a file of its own. Only written pages are copied; where the file system can share blocks
+  // between files, none are. With Durability::kNone nothing may have changed since the last commit, and all other calls wait.
+  // `progress` (bytes) must not call the store. Throws AlreadyExists, InvalidArgument, StaleError (another process changes the
+  // store faster than it is copied), CorruptError (a page of the store is), IoError.
+  SnapshotReport snapshot(const std::filesystem::path& destination, const Progress& progress = {});
   // Commits (if writable) and releases everything: handles throw ClosedError after it. A second call does nothing.
   void close();
   // Releases everything without committing: what was not written stays unwritten.

@@ -15,6 +15,7 @@
 #include "base/size_text.hpp"
 #include "io/npy.hpp"
 #include "store/hot_pages.hpp"
+#include "store/snapshot.hpp"
 
 namespace embermap {
 namespace {
@@ -132,6 +133,10 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
   if (!S_ISDIR(status.st_mode)) throw IoError(ENOTDIR, "open", absolute);
   try {
     if (!made && !is_store(absolute)) {
+      if (is_there(absolute / kSnapshotName))
+        throw NotFound(
+            fmt::format("{} is a half-done snapshot, not a store yet: take the snapshot once more, which goes on with it",
+                        printable(absolute)));
       if (options.mode != Mode::kOpenOrCreate) Manifest::load(absolute);  // says what is wrong
       for (const auto& item : std::filesystem::directory_iterator(absolute, error))
         if (item.path().filename() != kWriterLockName && !is_leftover(item.path()))
@@ -147,6 +152,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
       lock = WriterLock::acquire(absolute / kWriterLockName, absolute);
       for (const auto& item : std::filesystem::directory_iterator(absolute, error))
         if (is_leftover(item.path())) ops.unlink(item.path().c_str());
+      if (is_store(absolute)) ops.unlink((absolute / kSnapshotName).c_str());  // a snapshot that was done but for this
     }
     Manifest manifest;
     if (options.mode == Mode::kOpenOrCreate && !is_store(absolute)) {
@@ -284,6 +290,30 @@ void Store::Impl::checkpoint() {
   if (!core_->log) return;
   core_->log->check_usable();
   core_->log->apply_all();
+}
+
+SnapshotReport Store::Impl::snapshot(const std::filesystem::path& destination, const Progress& progress) {
+  core_->check_usable();
+  const std::lock_guard one(snapshot_mutex_);
+  SnapshotSource source{.core = *core_, .pause = {}, .check_adopted = [this](const std::string& name, const TableEntry& entry) {
+                          check_adopted(*core_, name, entry);
+                        }};
+  auto guard = lock();
+  if (!core_->writable || core_->log) {
+    guard.unlock();
+    if (core_->log) source.pause = [this] { return core_->log->pause(); };
+    return take_snapshot(source, destination, progress);
+  }
+  const auto still = stand_still();
+  source.alone = true;
+  bool changed = core_->mark.is_set();
+  for (const auto& [name, table] : tables_) changed = changed || table->changed();
+  if (changed)
+    throw InvalidArgument(
+        fmt::format("store {} was changed since its last commit, and with durability 'none' only its files have "
+                    "that: commit() before a snapshot",
+                    printable(core_->path)));
+  return take_snapshot(source, destination, progress);
 }
 
 LogStats Store::Impl::log_stats() const {
@@ -1106,6 +1136,7 @@ void Store::Impl::abandon() noexcept {
 
 void Store::Impl::release() noexcept {
   core_->prefetcher.stop();
+  const std::lock_guard no_snapshot(snapshot_mutex_);
   const std::lock_guard guard(mutex_);
   if (core_->log) core_->log->stop();
   for (const auto& [name, table] : tables_) table->close();

@@ -21,6 +21,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   std::uint64_t refresh();
   void checkpoint();
   LogStats log_stats() const;
+  SnapshotReport snapshot(const std::filesystem::path& destination, const Progress& progress);
   ~Impl();
   // The store of a table. Throws ClosedError if it is gone.
   static std::shared_ptr<Impl> of(StoreCore& core);
@@ -120,6 +121,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   std::filesystem::path pages_path(std::string_view name) const { return core_->path / (std::string(name) + ".pages"); }
 
   const std::shared_ptr<StoreCore> core_;
+  std::mutex snapshot_mutex_;  // before mutex_: while a snapshot is taken the log stays
   mutable std::mutex mutex_;
   WriterLock lock_;
   Manifest manifest_;

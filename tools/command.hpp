@@ -53,6 +53,7 @@ void add_materialize(CLI::App& app, Common& common, Action& chosen);
 void add_recover(CLI::App& app, Common& common, Action& chosen);
 void add_resize(CLI::App& app, Common& common, Action& chosen);
 void add_remove(CLI::App& app, Common& common, Action& chosen);
+void add_snapshot(CLI::App& app, Common& common, Action& chosen);
 void add_bench(CLI::App& app, Common& common, Action& chosen);
 
 }  // namespace embermap::tools

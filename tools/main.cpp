@@ -73,6 +73,7 @@ int run(int argc, char** argv) {
   add_recover(app, common, action);
   add_resize(app, common, action);
   add_remove(app, common, action);
+  add_snapshot(app, common, action);
   add_bench(app, common, action);
 
   try {

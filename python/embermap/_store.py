@@ -478,6 +478,34 @@ class Store:
         """
         self._live.checkpoint()
 
+    def snapshot(
+        self, destination: str | os.PathLike[str], *, progress: Progress | None = None
+    ) -> dict[str, int]:
+        """Make `destination` a store that is this one at its last commit.
+
+        Other threads and processes go on meanwhile; the copy is gone over until all of it is of one
+        commit. In the writer's process the last round keeps the redo log from being applied: what
+        needs that (checkpoint, resize, append, remove, close, a log at its limit) waits for it. Only
+        written pages are copied, or none where the file system can share blocks between files. An
+        adopted table becomes an ordinary one with a file of its own. With durability "none" nothing
+        may have changed since the last commit, and other calls wait.
+
+        After an error or a crash the destination is no store; the same call goes on with it.
+
+        Args:
+            destination: a directory that is not there or empty, or a half-done snapshot of this
+                store; not inside the store.
+            progress: called with (bytes done, bytes in all); must not use the store.
+
+        Returns {"commit": its number, "pages": written ones of all tables, "copied_pages" and
+        "copied_bytes": by this call, "cloned_tables": those that share their blocks, "rounds"}.
+
+        Raises: FileExistsError, StaleError (another process changes the store faster than it is
+        copied), CorruptError (a page of the store is damaged), OSError (a full disk, naming the
+        file), ValueError.
+        """
+        return self._live.snapshot(Path(os.fsdecode(destination)), progress)
+
     def refresh(self) -> int:
         """Bring a store opened with mode "r" to the last commit.
 
