@@ -134,9 +134,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
   try {
     if (!made && !is_store(absolute)) {
       if (is_there(absolute / kSnapshotName))
-        throw NotFound(
-            fmt::format("{} is a half-done snapshot, not a store yet: take the snapshot once more, which goes on with it",
-                        printable(absolute)));
+        throw FormatError(absolute, "is a half-done snapshot, no store yet: take the snapshot once more, which goes on with it");
       if (options.mode != Mode::kOpenOrCreate) Manifest::load(absolute);  // says what is wrong
       for (const auto& item : std::filesystem::directory_iterator(absolute, error))
         if (item.path().filename() != kWriterLockName && !is_leftover(item.path()))

@@ -266,8 +266,9 @@ TEST_F(Between, AWriterThatIsAlwaysFasterIsAnErrorAndTheNextCallGoesOn) {
   });
   EXPECT_THAT(message, HasSubstr("the writer has moved the store on"));
   EXPECT_FALSE(is_store(copy()));
-  EXPECT_THAT(test::message_of<NotFound>([&] { Store::open(copy(), {.mode = Mode::kRead}); }), HasSubstr("half-done snapshot"));
-  EXPECT_THAT(test::message_of<NotFound>([&] { Store::open(copy()); }), HasSubstr("half-done snapshot"));
+  EXPECT_THAT(test::message_of<FormatError>([&] { Store::open(copy(), {.mode = Mode::kRead}); }),
+              HasSubstr("half-done snapshot"));
+  EXPECT_THAT(test::message_of<FormatError>([&] { Store::open(copy()); }), HasSubstr("half-done snapshot"));
   reader.snapshot(copy());
   expect_is(copy(), writer.commit_number(), model);
 }

@@ -33,7 +33,7 @@ def test_a_snapshot_of_a_store_that_is_open_elsewhere(cli: Embermap, tmp_path: P
             "rounds": 1,
         }
         text = cli.ok("snapshot", path, tmp_path / "other").out
-        assert text == f"{tmp_path / 'other'}: commit 1 of {path}, 16 pages, 62.5 KiB copied\n"
+        assert text == f"{tmp_path / 'other'}: commit 1 of {path}, 16 pages, 62.50 KiB copied\n"
         assert cli.ok("snapshot", path, tmp_path / "quiet", "-q").out == ""
     assert "bad" in cli.ok("verify", copy).out
     with em.open(copy, mode="r") as found:
