@@ -59,9 +59,9 @@ struct StoreOptions {
   Durability durability = Durability::kCommit;
   // Bytes of redo log: what is changed between two commits takes at most half of it, before the store commits by itself
   // (autocommit), at the beginning of a call that changes rows, or that call throws LogFullError. A single call may exceed it. 0:
-  // as `memory`, at least 128 MiB and at most 32 GiB. The log takes disk only as it is used. At least 1 MiB. Its index takes up
-  // to 3 % of this many bytes; `memory` keeps as much for it, but no more than an eighth: below some 32 MiB, with a log of 128
-  // MiB, it may take more than that, beside the budget.
+  // about four times `memory`, at least 128 MiB and at most 128 GiB. The log takes disk only as it is used. At least 1 MiB. Its
+  // index takes up to 5 % of this many bytes; `memory` keeps as much for it, but no more than an eighth: below some 32 MiB, with
+  // a log of 128 MiB, it may take more than that, beside the budget.
   std::uint64_t log_limit = 0;
   bool autocommit = true;
   Progress recovery = {};       // called while opening applies what a crash left in the log: pages done, pages in all

@@ -134,8 +134,7 @@ struct StoreCore {
         replacement{options.replacement},
         write_behind{options.write_behind},
         durability{options.durability},
-        log_limit{options.log_limit != 0 ? options.log_limit
-                                         : std::clamp<std::uint64_t>(options.memory, 128U << 20, std::uint64_t{32} << 30)},
+        log_limit{options.log_limit != 0 ? options.log_limit : default_log_limit(options.memory)},
         autocommit{options.autocommit},
         device{options.device},
         page_io{.engine = options.io, .direct = options.direct},
@@ -155,10 +154,23 @@ struct StoreCore {
     return std::min<std::uint64_t>(of_memory / 32, 16ULL << 20);
   }
   std::uint64_t transfer_bytes() const noexcept { return transfer_bytes(memory); }
-  // Of the budget, for the redo log: its index, and the list of pages that are being applied.
+  // Memory of a redo log of this limit: its index, and the list of pages that are being applied.
+  static std::uint64_t memory_of_log(std::uint64_t limit) noexcept {
+    return LogIndex::bytes_for(limit / kMinPageBytes) + limit / kMinPageBytes * 32;
+  }
+  // Half of it should hold what is dirty in memory, and as much again that was evicted since the last commit: where it does not,
+  // the store commits by itself all the time, and writes pages in constant use again and again. An eighth of the budget is all
+  // that the log's memory may take.
+  static std::uint64_t default_log_limit(std::uint64_t memory) noexcept {
+    constexpr std::uint64_t kLeast = 128ULL << 20, kMost = 128ULL << 30;
+    std::uint64_t limit = memory > kMost ? kMost : std::clamp(4 * memory, kLeast, kMost);
+    while (limit > kLeast && memory_of_log(limit) > memory / 8) limit = std::max(kLeast, limit - limit / 16);
+    return limit;
+  }
+  // Of the budget, for the redo log.
   std::uint64_t log_memory() const noexcept {
     if (!writable || durability == Durability::kNone) return 0;
-    return std::min(memory / 8, LogIndex::bytes_for(log_limit / kMinPageBytes) + log_limit / kMinPageBytes * 32);
+    return std::min(memory / 8, memory_of_log(log_limit));
   }
   // To be called before rows are changed, with no lock held: where what was changed since the last commit takes half of the log's
   // limit, commits, or throws LogFullError if that is not wanted.

@@ -27,7 +27,8 @@ void add_store_options(CLI::App& command, Common& common) {
                   "commit (default): all tables at the last commit after a crash; none: faster, for what can be made again")
       ->type_name("NAME")
       ->group(group);
-  command.add_option("--log-limit", common.log_limit, "Most bytes of redo log (default: as the memory, 128MiB to 32GiB)")
+  command
+      .add_option("--log-limit", common.log_limit, "Most bytes of redo log (default: about four times the memory, 128MiB to 128GiB)")
       ->type_name("SIZE")
       ->group(group);
   command

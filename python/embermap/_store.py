@@ -669,8 +669,8 @@ def open(  # noqa: A001
             different moments, and the store is refused until `accept_unclean`. For what can be made
             again.
         log_limit: bytes, or a text, of the redo log, at least 1 MiB: what is changed between two
-            commits may take half of it. None: as `memory`, at least 128 MiB and at most 32 GiB. It
-            takes disk only as it is used. Its index takes up to 3 % as many bytes; `memory` keeps
+            commits may take half of it. None: about four times `memory`, 128 MiB to 128 GiB. It
+            takes disk only as it is used. Its index takes up to 5 % as many bytes; `memory` keeps
             them for it, but no more than an eighth: give budgets below 32 MiB a smaller log.
         autocommit: where more than that was changed, commit at the beginning of the call that would
             change more. False: that call raises LogFullError. A single call that exceeds it is
