@@ -47,14 +47,60 @@ def uniform_element(seed: int, row: int, column: int, low: float, high: float, d
     return dtype.type(np.float32(value)) if dtype.itemsize < 8 else value
 
 
+class Log:
+    """What the commits in a store's redo.log have."""
+
+    def __init__(self, file: Path) -> None:
+        self.manifest: dict[str, Any] | None = None
+        self.pages: dict[tuple[int, int], tuple[bytes | None, int]] = {}  # bytes; None: in place
+        self.kinds: list[int] = []
+        self.forgotten = 0  # records of no commit
+        log = file.read_bytes()
+        headers = [log[at : at + 64] for at in (0, 4096)]
+        valid = [
+            struct.unpack("<8sII6Q", slot)
+            for slot in headers
+            if slot[:8] == b"EMBREDO1" and xxh3(slot[:56]) == struct.unpack_from("<Q", slot, 56)[0]
+        ]
+        _, version, zero, life, _, at, _, _, _ = max(valid, key=lambda slot: slot[4])
+        assert (version, zero) == (1, 0)
+        uncommitted: dict[tuple[int, int], tuple[bytes | None, int]] = {}
+        while at + 4096 <= len(log):
+            fields = struct.unpack_from("<4sI8Q", log, at)
+            magic, kind, own_life, place, length, _, table, page_bytes, n, recorded = fields
+            if (magic, own_life, place) != (b"EMRC", life, at):
+                break
+            end = at + 72 + n * (1 if kind == 3 else 16)
+            if xxh3(log[at : at + 64] + bytes(8) + log[at + 72 : end]) != recorded:
+                break
+            self.kinds.append(kind)
+            if kind == 3:
+                self.manifest = json.loads(log[at + 72 : end])
+                self.pages |= uncommitted
+                uncommitted = {}
+            for i in range(n if kind != 3 else 0):
+                page, checksum, zero = struct.unpack_from("<QII", log, at + 72 + 16 * i)
+                assert zero == 0
+                begin = -(-end // 4096) * 4096 + i * page_bytes
+                found = log[begin : begin + page_bytes] if kind == 1 else None
+                uncommitted[table, page] = (found, checksum)
+            at += length
+        self.forgotten = len(uncommitted)
+
+
 class Reader:
     """One table of a store."""
 
     def __init__(self, store: Path, name: str) -> None:
         manifest = json.loads((store / "embermap.json").read_text("utf-8"))
+        self.log = Log(store / "redo.log")
+        if self.log.manifest and self.log.manifest["revision"] > manifest["revision"]:
+            manifest = self.log.manifest
         assert (manifest["format"], manifest["version"]) == ("embermap", 2)
+        assert manifest["next_id"] > manifest["tables"][name]["id"] > 0
+        self.commit = manifest["commit"]
         self.entry = entry = manifest["tables"][name]
-        self.data = (store / f"{name}.npy").read_bytes()
+        self.data = self.committed((store / f"{name}.npy").read_bytes())
         self.pages = pages = (store / f"{name}.pages").read_bytes()
         magic, version, flags, self.count, self.sums, self.header_sum = struct.unpack(
             "<8sIIQQQ", pages[:40]
@@ -64,6 +110,28 @@ class Reader:
         assert self.count == -(-entry["rows"] // entry["rows_per_page"])
         assert len(self.data) == entry["data_offset"] + entry["rows"] * entry["stride"]
         self.dtype = np.dtype(entry["dtype"])
+
+    def committed(self, data: bytes) -> bytes:
+        """The .npy file with the pages that the log has, which must match their checksums."""
+        entry, out = self.entry, bytearray(data)
+        end = entry["data_offset"] + entry["rows"] * entry["stride"]
+        size = entry["rows_per_page"] * entry["stride"]
+        self.logged = {}
+        for (table, page), (content, checksum) in self.log.pages.items():
+            if table != entry["id"]:
+                continue
+            begin = entry["data_offset"] + page * size
+            if page == 2**64 - 1:
+                assert content is not None
+                begin, size_here = 0, 4096
+            else:
+                size_here = min(size, end - begin)
+                self.logged[page] = checksum
+            if content is not None:
+                assert not any(content[size_here:])
+                out[begin : begin + size_here] = content[:size_here]
+            assert (xxh3(bytes(out[begin : begin + size_here])) & 0xFFFFFFFF or 1) == checksum
+        return bytes(out[:end])
 
     def sector(self, at: int) -> bytes:
         """The content of the sector at this offset, which must match its checksum."""
@@ -75,6 +143,8 @@ class Reader:
         return content
 
     def written(self, page: int) -> bool:
+        if page in self.logged:
+            return True
         sector, place = divmod(page, 4064)
         return bool(self.sector(4096 + 512 * sector)[place // 8] >> place % 8 & 1)
 
@@ -106,7 +176,7 @@ class Reader:
         return np.array(columns, self.dtype)
 
 
-# --- XXH3, 64 bits: lengths 17 to 32 with seed 0, and above 240 -----------------------------------
+# --- XXH3, 64 bits: lengths 17 to 240 with seed 0, and above 240 ----------------------------------
 
 P32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 P64 = (
@@ -143,11 +213,20 @@ def xxh3(data: bytes, seed: int = 0) -> int:
         for at in range(0, 192, 16)
     )
     total = len(data) * P64[0] & MASK
-    if len(data) <= 32:
+
+    def mixed(at: int, key: int) -> int:
+        (a, b), (c, d) = words(data, 2, at), words(SECRET, 2, key)
+        return fold(a ^ c, b ^ d)
+
+    if len(data) <= 128:
         assert len(data) > 16
-        for at, key in ((0, 0), (len(data) - 16, 16)):
-            (a, b), (c, d) = words(data, 2, at), words(SECRET, 2, key)
-            total += fold(a ^ c, b ^ d)
+        for i in range((len(data) - 1) // 32 + 1):
+            total += mixed(16 * i, 32 * i) + mixed(len(data) - 16 * (i + 1), 32 * i + 16)
+    elif len(data) <= 240:
+        total += sum(mixed(16 * i, 16 * i) for i in range(8))
+        total = avalanche(total & MASK)
+        total += sum(mixed(16 * i, 16 * (i - 8) + 3) for i in range(8, len(data) // 16))
+        total += mixed(len(data) - 16, 136 - 17)
     else:
         assert len(data) > 240
         acc = [P32[2], *P64[:4], P32[1], P64[4], P32[0]]
@@ -176,7 +255,10 @@ def xxh3(data: bytes, seed: int = 0) -> int:
         keys = words(secret, 8, 11)
         for i in range(0, 8, 2):
             total += fold(acc[i] ^ keys[i], acc[i + 1] ^ keys[i + 1])
-    total &= MASK
+    return avalanche(total & MASK)
+
+
+def avalanche(total: int) -> int:
     total = (total ^ total >> 37) * 0x165667919E3779F9 & MASK
     return total ^ total >> 32
 
@@ -283,3 +365,56 @@ def test_the_reader_notices_a_changed_byte(tmp_path: Path) -> None:
     file.write_bytes(data)
     reader = Reader(tmp_path / "s", "t")
     assert reader.checksum(0) != xxh3(reader.page(0)) & 0xFFFFFFFF
+
+
+# --- the log --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("entries", [1, 4, 8, 60])  # of a record: other lengths to be summed
+def test_a_log_that_is_not_empty_reads_as_documented(tmp_path: Path, entries: int) -> None:
+    adagrad = em.optim.Adagrad(lr=0.1)
+    first = np.arange(entries) * 70 + 3
+    with em.open(tmp_path / "s", memory="8MiB") as store:
+        store.create("other", rows=10, dim=4)
+        table = store.create("t", rows=5000, dim=6, init=em.init.Uniform(-1.0, 1.0), seed=3,
+                             optimizer=adagrad)  # fmt: skip
+        table.scatter(first, np.full((entries, 6), 1, np.float32))
+    store = em.open(tmp_path / "s", memory="8MiB")
+    table = store["t"]
+    table.scatter(first, np.full((entries, 6), 2, np.float32))  # pages in the log
+    table.scatter([4999], np.full((1, 6), 3, np.float32))  # a page in place
+    store.commit()
+    table.update(first[:1], np.ones((1, 6), np.float32))
+    number = store.commit()
+    expected = np.array(table.gather(np.arange(5000)))
+    store["other"].scatter([1], np.ones((1, 4), np.float32))
+    store.abandon()
+    before = Reader(tmp_path / "s", "t")
+    assert {1, 2, 3} == set(before.log.kinds)
+    assert before.commit == number
+    assert before.entry["step"] == 1
+    rows = [0, *first.tolist(), *(first + 1).tolist(), 2500, 4998, 4999]
+    np.testing.assert_array_equal([before.weight(row) for row in rows], expected[rows])
+    with em.open(tmp_path / "s", memory="8MiB"):  # applies the log
+        pass
+    after = Reader(tmp_path / "s", "t")
+    assert (after.log.kinds, after.log.pages, after.commit) == ([], {}, number)
+    assert after.data == before.data
+
+
+def test_records_of_no_commit_count_for_nothing_and_a_resize_is_in_the_log(tmp_path: Path) -> None:
+    store = em.open(tmp_path / "s", memory="1MiB")
+    table = store.create("t", rows=1000, dim=100)
+    table[:] = np.ones((1000, 100), np.float32)
+    table.append(np.full((7, 100), 4, np.float32))
+    big = store.create("big", rows=40_000, dim=100)
+    store.commit()
+    expected = np.array(table.gather(np.arange(1007)))
+    table[:] = np.zeros((1007, 100), np.float32)
+    big[:] = np.ones((40_000, 100), np.float32)  # more than memory: the table's pages leave it
+    store.abandon()
+    reader = Reader(tmp_path / "s", "t")
+    assert reader.log.forgotten > 0
+    assert len(reader.data) == 4096 + 1007 * 400
+    assert b"(1007, 100)" in reader.data[:128]
+    np.testing.assert_array_equal([reader.weight(row) for row in range(1007)], expected)
