@@ -32,6 +32,9 @@ File RedoLog::open_file(const std::filesystem::path& path, FileOps& ops, std::ui
   struct stat status{};
   if (::lstat(path.c_str(), &status) == 0) return File::open(path, File::Mode::kReadWrite, ops);
   File file = File::open(path, File::Mode::kCreateNew, ops);
+  // Both slots take their disk now: later a full one must not be in the way of a header.
+  const std::vector<std::byte> zeros(kLogStart);
+  file.write(0, zeros);
   write_log_header(file, {.id = 1, .serial = 1, .applying = commit, .applied = commit});
   sync_directory(path.parent_path(), ops);
   return file;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -703,6 +704,14 @@ TEST_F(StoreTest, AResizeThatCannotReadTheLastPageChangesNothing) {
 
 // One call of an append fails and those after it work, or all fail: the table is as before, and so it is after a crash.
 class AppendFaults : public StoreTest, public testing::WithParamInterface<std::tuple<std::uint64_t, std::uint64_t, bool>> {};
+
+TEST_F(StoreTest, BothHeadersOfANewLogHaveTheirPlaceOnTheDisk) {
+  Store store = Store::open(path(), {.memory = 1 << 20});
+  struct stat status{};
+  ASSERT_EQ(::stat((path() / "redo.log").c_str(), &status), 0);
+  EXPECT_EQ(status.st_size, 8192);
+  EXPECT_GE(status.st_blocks * 512, 8192);  // no hole that a full disk could not fill
+}
 
 TEST_P(AppendFaults, LeaveTheTableAsItWas) {
   const auto [before, count, once] = GetParam();
