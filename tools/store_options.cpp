@@ -28,7 +28,8 @@ void add_store_options(CLI::App& command, Common& common) {
       ->type_name("NAME")
       ->group(group);
   command
-      .add_option("--log-limit", common.log_limit, "Most bytes of redo log (default: about four times the memory, 128MiB to 128GiB)")
+      .add_option("--log-limit", common.log_limit,
+                  "Most bytes of redo log (default: about four times the memory, 128MiB to 128GiB)")
       ->type_name("SIZE")
       ->group(group);
   command
