@@ -583,7 +583,7 @@ void bind_store(nb::module_& m) {
           nb::sig("def commits(self) -> list[tuple[int, str, str]]"))
       .def("checkpoint", &Store::checkpoint, Release())
       .def("snapshot", &take_snapshot, "destination"_a, "progress"_a.none(),
-           nb::sig("def snapshot(self, destination: str | os.PathLike[str], progress: Callable[[int, int], object] | None) -> "
+           nb::sig("def snapshot(self, destination: str | os.PathLike[str], progress: object | None) -> "
                    "dict[str, int]"))
       .def("refresh", &Store::refresh, Release())
       .def(

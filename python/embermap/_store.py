@@ -485,10 +485,10 @@ class Store:
 
         Other threads and processes go on meanwhile; the copy is gone over until all of it is of one
         commit. In the writer's process the last round keeps the redo log from being applied: what
-        needs that (checkpoint, resize, append, remove, close, a log at its limit) waits for it. Only
-        written pages are copied, or none where the file system can share blocks between files. An
-        adopted table becomes an ordinary one with a file of its own. With durability "none" nothing
-        may have changed since the last commit, and other calls wait.
+        needs that (checkpoint, resize, append, remove, close, a log at its limit) waits for it.
+        Only written pages are copied, or none where the file system can share blocks between
+        files. An adopted table becomes an ordinary one with a file of its own. With durability
+        "none" nothing may have changed since the last commit, and other calls wait.
 
         After an error or a crash the destination is no store; the same call goes on with it.
 
