@@ -181,6 +181,10 @@ TEST_P(WhileTraining, IsTheModelOfItsCommit) {
   EXPECT_GT(last, 1U);
 }
 
+struct Stopped : std::runtime_error {
+  Stopped() : std::runtime_error("stopped") {}
+};
+
 // The writer comes in between, in the callback that tells how far the snapshot is.
 class Between : public Snapshot {
  protected:
@@ -283,6 +287,31 @@ TEST_F(Between, TheStoreIsNotToBeUsedInProgressOfItsOwn) {
               HasSubstr("progress callback"));
 }
 
+TEST_F(Between, WhatWentBackIsNotTakenForTheCommitInBetween) {
+  Store writer = open_now();
+  Model model = make_tables(writer);
+  const auto set_row = [&](float value) {
+    test::scatter(writer.table("a"), {3}, std::vector<float>(kDimA, value));
+    model.a[3] = value;
+    writer.commit();
+    writer.checkpoint();
+  };
+  set_row(1);
+  Store reader = open_now(Mode::kRead);
+  const auto stop = [](std::uint64_t done, std::uint64_t total) {
+    if (done == total) throw Stopped();
+  };
+  EXPECT_THROW(reader.snapshot(copy(), stop), Stopped);  // the page is there, as of the first commit
+  set_row(2);
+  bool done = false;
+  const SnapshotReport report = reader.snapshot(copy(), [&](std::uint64_t, std::uint64_t) {
+    if (!std::exchange(done, true)) set_row(1);
+  });
+  EXPECT_EQ(report.rounds, 2U);
+  EXPECT_EQ(report.copied_pages, 0U);
+  expect_is(copy(), 3, model);
+}
+
 TEST_F(Between, AStoreThatIsAbandonedEndsIt) {
   std::mt19937 random(16);
   Store writer = open_now();
@@ -301,10 +330,6 @@ TEST_F(Between, AStoreThatIsAbandonedEndsIt) {
   open_now().snapshot(copy());
   expect_is(copy(), 1, model);
 }
-
-struct Stopped : std::runtime_error {
-  Stopped() : std::runtime_error("stopped") {}
-};
 
 TEST_F(Snapshot, ThatWasStoppedIsGoneOnWith) {
   std::mt19937 random(8);
