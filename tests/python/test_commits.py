@@ -103,7 +103,7 @@ def test_a_session_without_a_log_leaves_none(path):
     with em.open(path, durability="none") as store:
         store.create("t", rows=5, dim=2)[:] = 1
         store.commit()
-        assert names(path) == ["LOCK", "embermap.json", "t.npy", "t.pages"]
+        assert names(path) == ["LOCK", "commits.jsonl", "embermap.json", "t.npy", "t.pages"]
         assert np.load(path / "t.npy").all()  # no checkpoint(): there is one copy of a page
         assert not any(store.stats()["log"].values())
         store.checkpoint()
@@ -174,8 +174,8 @@ def test_options_of_the_log_that_cannot_be(path, arguments, error, text):
 def test_the_limit_of_the_log(path, given, limit):
     with em.open(path, memory="16MiB", log_limit=given) as store:
         assert store.stats()["log"]["limit"] == limit
-    with em.open(path, memory="200MiB") as store:
-        assert store.stats()["log"]["limit"] == 200 << 20
+    with em.open(path, memory="200MiB") as store:  # its index takes an eighth of the memory at most
+        assert 200 << 20 < store.stats()["log"]["limit"] <= 800 << 20
 
 
 # --- the log's limit ------------------------------------------------------------------------------
