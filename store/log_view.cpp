@@ -8,6 +8,9 @@
 #include "base/error.hpp"
 
 namespace embermap {
+namespace {
+constexpr int kMostLooks = 100;  // at a log that changes meanwhile
+}
 
 LogView::LogView(File file, ThreadPool& io, const PageIoOptions& options)
     : file_{std::move(file)}, io_{file_, io, options}, applied_to_{kLogStart} {}
@@ -23,11 +26,22 @@ std::unique_ptr<LogView> LogView::open(const std::filesystem::path& path, Thread
   }
   if (!read_log_header(file)) return nullptr;  // just being made
   std::unique_ptr<LogView> view(new LogView(std::move(file), io, options));
-  view->load();
-  return view;
+  for (int looks = 1;; ++looks) {
+    try {
+      view->load();
+      return view;
+    } catch (const StaleError&) {
+      throw;
+    } catch (const Error&) {
+      // A log that begins anew becomes shorter under whoever walks through it.
+      if (looks == kMostLooks || view->unchanged()) throw;
+    }
+  }
 }
 
 void LogView::load() {
+  index_.clear();
+  manifest_.clear();
   header_ = header_now();
   applied_to_ = header_.tail;
   commit_ = header_.applied;

@@ -274,7 +274,8 @@ void PageFile::write_logged(std::span<const PageBuffer> pages) {
   std::vector<std::byte*> memory;
   std::vector<std::uint64_t> numbers;
   for (const PageBuffer& page : pages) {
-    if (!ledger_.written(page.page) && log_->may_write_in_place(id_, page.page)) {
+    // In this order: a page that is being applied is in the ledger before the log forgets it.
+    if (log_->may_write_in_place(id_, page.page) && !ledger_.written(page.page)) {
       in_place.push_back(page);
     } else {
       numbers.push_back(page.page);

@@ -80,6 +80,7 @@ void RedoLog::index_records() {
   });
   index_.forget_from(epoch_);
   head_ = epoch_;
+  next_commit_ = commit_ + 1;
   appended_ = 0;
   touched_.clear();
   in_place_.clear();
@@ -150,8 +151,12 @@ std::set<std::uint32_t> RedoLog::tables() const {
 }
 
 void RedoLog::give_up(std::string_view why) {
-  const std::lock_guard lock(mutex_);
-  if (failure_.empty()) failure_ = why;
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_.empty()) failure_ = why;
+    committing_ = false;
+  }
+  changed_.notify_all();
 }
 
 void RedoLog::fail(const IoError& error) {
@@ -168,7 +173,7 @@ bool RedoLog::may_write_in_place(std::uint32_t table, std::uint64_t page) const 
 void RedoLog::wait_for_room(std::uint64_t bytes) {
   std::unique_lock lock(mutex_);
   const auto roomy = [&] { return used() + bytes <= options_.limit || committed_ == header_.tail; };
-  while (!roomy()) {
+  while (!roomy() && failure_.empty()) {
     const std::uint64_t before = applies_;
     start_applying();
     if (!applying_) return;  // no thread to be had: rather a long log than no progress
@@ -211,16 +216,20 @@ void RedoLog::append(std::uint32_t table, std::span<const std::uint64_t> pages, 
                      const Appended& appended) {
   const std::lock_guard appending(append_mutex_);
   const std::uint64_t least = log_record_head(1) + round_up(page_bytes, kLogBlock);
-  if (staging_.size() < least) staging_ = AlignedBuffer(least);
+  if (staging_.size() < least) {
+    AlignedBuffer larger(least);
+    const std::lock_guard lock(mutex_);  // statistics() tells its size
+    staging_ = std::move(larger);
+  }
   // As many pages as fit with their entries.
   std::uint64_t together = std::min(kMaxLogEntries, staging_.size() / page_bytes);
   while (together > 1 && log_record_head(together) + round_up(together * page_bytes, kLogBlock) > staging_.size()) --together;
   for (std::size_t first = 0; first < pages.size(); first += together) {
-    check_usable();
     const std::uint64_t count = std::min<std::uint64_t>(together, pages.size() - first);
     const std::uint64_t head = log_record_head(count);
     const std::uint64_t bytes = head + round_up(count * page_bytes, kLogBlock);
     wait_for_room(bytes);
+    check_usable();
     std::memset(staging_.data(), 0, head);
     std::memset(staging_.data() + head + count * page_bytes, 0, bytes - head - count * page_bytes);
     auto* const entries = reinterpret_cast<LogEntry*>(staging_.data() + sizeof(LogRecordHeader));
@@ -238,7 +247,7 @@ void RedoLog::append(std::uint32_t table, std::span<const std::uint64_t> pages, 
       const std::lock_guard lock(mutex_);
       header.id = header_.id;
       header.position = head_;
-      header.commit = commit_ + 1;
+      header.commit = next_commit_;
     }
     seal_log_record(header, staging_.data(), count * sizeof(LogEntry));
     write_record(header.position, staging_, bytes);
@@ -251,10 +260,10 @@ void RedoLog::append_in_place(std::uint32_t table, std::span<const LogEntry> pag
   const std::lock_guard appending(append_mutex_);
   const std::uint64_t together = (staging_.size() - sizeof(LogRecordHeader)) / sizeof(LogEntry);
   for (std::size_t first = 0; first < pages.size(); first += together) {
-    check_usable();
     const auto some = pages.subspan(first, std::min<std::size_t>({together, kMaxLogEntries, pages.size() - first}));
     const std::uint64_t bytes = log_record_head(some.size());
     wait_for_room(bytes);
+    check_usable();
     std::memset(staging_.data(), 0, bytes);
     std::memcpy(staging_.data() + sizeof(LogRecordHeader), some.data(), some.size_bytes());
     LogRecordHeader header{
@@ -263,7 +272,7 @@ void RedoLog::append_in_place(std::uint32_t table, std::span<const LogEntry> pag
       const std::lock_guard lock(mutex_);
       header.id = header_.id;
       header.position = head_;
-      header.commit = commit_ + 1;
+      header.commit = next_commit_;
     }
     seal_log_record(header, staging_.data(), some.size_bytes());
     write_record(header.position, staging_, bytes);
@@ -325,6 +334,8 @@ RedoLog::Pending RedoLog::begin_commit(std::uint64_t number, std::string manifes
   seal_log_record(header, pending.record.data(), pending.manifest.size());
   head_ += pending.bytes;
   epoch_ = head_;
+  next_commit_ = number + 1;
+  committing_ = true;
   appended_ = 0;
   touched_.clear();
   pending.in_place = std::exchange(in_place_, {});
@@ -340,10 +351,14 @@ void RedoLog::finish_commit(Pending pending) {
     const IoPiece piece{pending.position, pending.record.data(), pending.bytes, pending.bytes};
     io_.write({&piece, 1});
     file_.sync();
-  } catch (const IoError& error) {
-    fail(error);
+  } catch (const std::exception& error) {
+    // Whatever it was: what comes behind a record that is not there would never be found.
+    give_up(error.what());
+    throw;
   }
   const std::lock_guard lock(mutex_);
+  committing_ = false;
+  changed_.notify_all();
   committed_ = pending.position + pending.bytes;
   commit_ = pending.number;
   manifest_ = std::move(pending.manifest);
@@ -386,13 +401,13 @@ void RedoLog::apply_all(const Progress& progress) {
   while (apply_once(/*in_background=*/false, progress)) {
   }
   const auto applying = pause();
-  const std::lock_guard appending(append_mutex_);
-  begin_anew();
+  // Whoever needs the log to begin anew keeps others from appending. One who appends may wait for applying, which is paused here.
+  if (const std::unique_lock appending(append_mutex_, std::try_to_lock); appending.owns_lock()) begin_anew();
+  check_usable();
 }
 
 std::vector<RedoLog::Item> RedoLog::collect(std::uint64_t limit) const {
   std::vector<Item> items;
-  const std::lock_guard lock(mutex_);
   items.reserve(index_.size());
   index_.for_each([&](const LoggedPage& logged) {
     const LoggedVersion& version = logged.newest.position < limit ? logged.newest : logged.before;
@@ -406,15 +421,19 @@ bool RedoLog::apply_once(bool in_background, const Progress& progress) {
   const auto applying = in_background ? std::unique_lock(apply_mutex_) : pause();
   std::uint64_t limit = 0, tail = 0, number = 0;
   std::string manifest;
+  std::vector<Item> items;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
+    // The index has two versions of a page. While a commit is on its way they may be its own and a later one: that of the last
+    // commit is not to be found then.
+    changed_.wait(lock, [&] { return !committing_ || stop_; });
     if (committed_ == header_.tail || stop_ || !failure_.empty()) return false;
     limit = committed_;
     tail = header_.tail;
     number = commit_;
     manifest = manifest_;
+    items = collect(limit);
   }
-  std::vector<Item> items = collect(limit);
   std::sort(items.begin(), items.end(),
             [](const Item& a, const Item& b) { return std::pair(a.table, a.page) < std::pair(b.table, b.page); });
   for (std::size_t i = 0; i < items.size(); ++i)

@@ -133,7 +133,8 @@ class RedoLog final : public LoggedPages {
   // Forgets everything that no commit has. Nobody else appends meanwhile.
   void roll_back();
 
-  // Writes committed pages to the tables' files until none is left, on the calling thread. Unless somebody appended since the
+  // Writes committed pages to the tables' files until none is left, on the calling thread. Throws CorruptError where the log is
+  // broken: nothing is applied any more then. Unless somebody appended since the
   // last commit, the log is empty then and begins anew.
   using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
   void apply_all(const Progress& progress = {});
@@ -168,11 +169,11 @@ class RedoLog final : public LoggedPages {
   void index_records();
   void write_record(std::uint64_t position, const AlignedBuffer& record, std::uint64_t bytes);
   void wait_for_room(std::uint64_t bytes);
-  void set_header(const LogHeader& header);  // with header_mutex_ held
+  void set_header(const LogHeader& header);  // with apply_mutex_ held
   void publish(std::uint32_t table, std::span<const LogEntry> entries, std::uint64_t position, std::uint64_t bytes, bool in_place,
                std::uint64_t first_data, std::uint64_t page_bytes);
   [[noreturn]] void fail(const IoError& error);
-  std::vector<Item> collect(std::uint64_t limit) const;
+  std::vector<Item> collect(std::uint64_t limit) const;  // with mutex_ held and no commit on its way
   // Applies what is committed now. False if there was nothing.
   bool apply_once(bool in_background, const Progress& progress);
   void apply_table(LogTarget& target, std::span<const Item> items, bool in_background,
@@ -209,6 +210,8 @@ class RedoLog final : public LoggedPages {
   unsigned waiting_ = 0;                 // for applying to end
   std::uint64_t committed_ = kLogStart;  // where the last durable commit ends
   std::uint64_t commit_ = 0;             // its number
+  std::uint64_t next_commit_ = 1;        // of what is appended now
+  bool committing_ = false;              // between begin_commit() and the end of finish_commit()
   std::string manifest_;                 // its text, until applied
   std::set<std::uint32_t> touched_;      // tables with something appended since epoch_
   std::set<std::uint32_t> in_place_;     // those with pages in place

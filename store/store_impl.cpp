@@ -182,9 +182,9 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     if (unclean) {
       for (const auto& [name, table] : impl->tables_) table->reseal();
       impl->commit_locked(/*even_unchanged=*/true);
-    } else {
-      core->mark.clear();  // a stale one
+      if (core->log) core->log->apply_all();  // the manifest's file has the commit from here on
     }
+    core->mark.clear();  // a stale one
     return impl;
   } catch (...) {
     if (made) {  // nothing half-made stays
@@ -450,6 +450,7 @@ std::unique_lock<std::mutex> Store::Impl::lock() const {
 
 void Store::Impl::check_writable() const {
   if (!core_->writable) throw ReadOnlyError(fmt::format("store {} is open read-only", printable(core_->path)));
+  if (core_->log) core_->log->check_usable();  // a manifest written now might contradict a commit that is in doubt
 }
 
 void Store::Impl::check_new(std::string_view name) const {
@@ -826,14 +827,15 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
 }
 
 std::uint64_t Store::Impl::finish_commit(PendingCommit pending) {
-  // Before: it is applied as soon as it is durable, and its line is written then.
-  core_->history.add({.number = pending.manifest.commit, .time = pending.manifest.time, .note = pending.manifest.note});
   try {
+    // Before: it is applied as soon as it is durable, and its line is written then.
+    core_->history.add({.number = pending.manifest.commit, .time = pending.manifest.time, .note = pending.manifest.note});
     if (pending.log)
       core_->log->finish_commit(std::move(*pending.log));
     else
       core_->manifest_file.save(pending.manifest);
-  } catch (...) {
+  } catch (const std::exception& error) {
+    if (pending.log) core_->log->give_up(error.what());  // its record has a place, and is not there
     core_->history.take_back(pending.manifest.commit);
     throw;
   }

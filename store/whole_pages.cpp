@@ -11,9 +11,9 @@
 namespace embermap {
 namespace {
 constexpr std::uint64_t kGrain = 4096;  // pages a thread looks up at a time
-// A batch with more ids than a sixteenth of the table's pages counts the pages it uses in bits of each thread's own: marks that
-// all threads write take each other's cache lines away, which made a gather by sixteen threads five times slower than its copies.
-constexpr std::uint64_t kDenseShare = 16;
+// A batch with more ids than half of the table's pages counts the pages it uses in bits of each thread's own: marks that all
+// threads write take each other's cache lines away, which made a gather by sixteen threads five times slower than its copies.
+constexpr std::uint64_t kDenseShare = 2;
 constexpr std::uint64_t kFlushPages = 65536;  // pages handed to the file at a time
 }  // namespace
 

@@ -8,6 +8,9 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <numeric>
 #include <thread>
 
@@ -575,6 +578,80 @@ TEST_F(StoreTest, CommitThatFailsAnywhereSaysSoAndCanBeTriedAgainUnlessASyncFail
   }
   EXPECT_GT(failures, 4);
   EXPECT_GE(syncs, 2) << "of the pages and of the commit record";
+}
+
+// The first sync after arm() waits for release(), and fails.
+class GatedSync final : public FileOps {
+ public:
+  int fdatasync(int fd) override {
+    std::unique_lock lock(mutex_);
+    if (!armed_) return FileOps::fdatasync(fd);
+    armed_ = false;
+    waits_ = true;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return !waits_; });
+    return errno = EIO, -1;
+  }
+  void arm() {
+    const std::lock_guard lock(mutex_);
+    armed_ = true;
+  }
+  void wait_until_reached() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return waits_; });
+  }
+  void release() {
+    {
+      const std::lock_guard lock(mutex_);
+      waits_ = false;
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool armed_ = false, waits_ = false;
+};
+
+// A page of commit 2 is in commit 3, which is on its way, and changed once more: should 3 never be, the files must get that of 2.
+TEST_F(StoreTest, WhatIsAppliedWhileACommitIsOnItsWayIsTheCommitBefore) {
+  GatedSync ops;
+  {
+    Store store = Store::open(path(), {.memory = 9000, .write_behind = false, .file_ops = &ops});
+    Table table = store.create("t", {.rows = 400, .dim = 128});
+    const auto evict = [&] { (void)gather(table, range(200, 400)); };
+    scatter(table, range(0, 400), std::vector<float>(400 * 128, 1.0F));
+    store.commit();
+    store.checkpoint();
+    scatter(table, {0}, std::vector<float>(128, 2.0F));
+    EXPECT_EQ(store.commit(), 2U);
+    scatter(table, {0}, std::vector<float>(128, 3.0F));
+    ops.arm();
+    std::thread committing([&] { EXPECT_THROW(store.commit(), IoError); });
+    ops.wait_until_reached();
+    scatter(table, {0}, std::vector<float>(128, 4.0F));
+    evict();
+    std::thread applying([&] {
+      try {
+        table.verify();
+      } catch (const CorruptError& error) {
+        EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
+      }
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // long enough for applying, if it did not wait
+    ops.release();
+    committing.join();
+    applying.join();
+    EXPECT_THROW(store.create("u", {.rows = 1, .dim = 1}), CorruptError) << "nothing is written any more";
+    EXPECT_THROW(store.remove("t"), CorruptError);
+    store.abandon();
+  }
+  Store again = open(1 << 20);
+  EXPECT_EQ(again.commit_number(), 2U);
+  EXPECT_EQ(gather(again.table("t"), {0})[0], 2.0F);
+  EXPECT_EQ(gather(again.table("t"), {399})[0], 1.0F);
+  EXPECT_EQ(again.table("t").verify().bad_pages, 0U);
 }
 
 // Every call of a resize fails once: the session goes on with a whole table, and so does one that opens it after a crash at that
