@@ -3,9 +3,12 @@
 #include <fmt/format.h>
 #include <sys/stat.h>
 
+#include <algorithm>
+#include <exception>
 #include <utility>
 
 #include "base/error.hpp"
+#include "store/manifest.hpp"
 
 namespace embermap {
 namespace {
@@ -134,6 +137,39 @@ void LogView::for_each(std::uint32_t table, const std::function<void(std::uint64
   index_.for_each([&](const LoggedPage& logged) {
     if (logged.table == table && logged.page != kHeaderPage) body(logged.page, logged.newest);
   });
+}
+
+UnloggedView::UnloggedView(std::filesystem::path store)
+    : log_{store / kLogName}, mark_{store / "UNCOMMITTED"}, manifest_{store / kManifestName}, before_{traces()} {}
+
+UnloggedView::Trace UnloggedView::trace_of(const std::filesystem::path& file) noexcept {
+  struct stat status{};
+  if (::lstat(file.c_str(), &status) != 0) return {};
+  return {status.st_ino, static_cast<std::uint64_t>(status.st_size), status.st_mtim.tv_sec, status.st_mtim.tv_nsec};
+}
+
+std::array<UnloggedView::Trace, 3> UnloggedView::traces() const noexcept {
+  return {trace_of(log_), trace_of(mark_), trace_of(manifest_)};
+}
+
+bool UnloggedView::unchanged() const noexcept { return traces() == before_; }
+
+void UnloggedView::reading(const std::function<void()>& body) {
+  std::exception_ptr failure;
+  try {
+    body();
+  } catch (const Error&) {
+    failure = std::current_exception();
+  }
+  // A log is made, or the mark, before the first page is written, and the manifest is replaced after the last one.
+  if (!unchanged())
+    throw StaleError(fmt::format("store {}: a writer has opened or changed it since this reader looked; refresh() it",
+                                 printable(manifest_.parent_path())));
+  if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+void UnloggedView::find(std::uint32_t, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const {
+  std::fill_n(out.begin(), pages.size(), LoggedVersion{});
 }
 
 }  // namespace embermap

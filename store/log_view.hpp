@@ -1,6 +1,7 @@
 // The redo log as a reader in another process sees it: the pages of the commits that were whole when it looked.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -63,6 +64,36 @@ class LogView final : public LoggedPages {
   mutable std::mutex mutex_;
   LogHeader header_;          // of what follows
   std::uint64_t applied_to_;  // what lies before this position in the log is in the files
+};
+
+// What a reader has instead where the store has no log: a writer may change the files at any time, and leaves traces of it before
+// it does. reading() throws StaleError once there are any.
+//
+// Thread safety: all members may be called from several threads.
+class UnloggedView final : public LoggedPages {
+ public:
+  explicit UnloggedView(std::filesystem::path store);
+  bool unchanged() const noexcept;
+
+  bool empty() const noexcept override { return true; }
+  void reading(const std::function<void()>& body) override;
+  std::optional<LoggedVersion> find(std::uint32_t, std::uint64_t) const override { return std::nullopt; }
+  void find(std::uint32_t, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const override;
+  std::uint64_t read(std::span<const IoPiece>, const PageIo::Done&) override { return 0; }
+  void for_each(std::uint32_t, const std::function<void(std::uint64_t, const LoggedVersion&)>&) const override {}
+
+ private:
+  // Which file has a name, and when it was changed: zeros where there is none.
+  struct Trace {
+    std::uint64_t inode = 0, bytes = 0;
+    std::int64_t seconds = 0, nanoseconds = 0;
+    bool operator==(const Trace&) const = default;
+  };
+  static Trace trace_of(const std::filesystem::path& file) noexcept;
+  std::array<Trace, 3> traces() const noexcept;
+
+  const std::filesystem::path log_, mark_, manifest_;
+  const std::array<Trace, 3> before_;
 };
 
 }  // namespace embermap

@@ -18,8 +18,9 @@ namespace embermap {
 namespace {
 
 constexpr std::uint64_t kLeastStaging = 64U << 10;
-constexpr std::uint64_t kGrowBytes = 64U << 20;    // of the file at a time, at most; it is sparse
-constexpr std::uint64_t kEncodeGrain = 64U << 10;  // bytes of pages that a thread encodes at a time
+constexpr std::uint64_t kGrowBytes = 64U << 20;                   // of the file at a time, at most; it is sparse
+constexpr std::uint64_t kLongBytes = 256U << 20, kLongShare = 4;  // a log longer than both, by its limit, begins anew
+constexpr std::uint64_t kEncodeGrain = 64U << 10;                 // bytes of pages that a thread encodes at a time
 // Applying in the background begins when this share of the limit is committed, so that pages of several commits are written once.
 constexpr std::uint64_t kApplyShare = 8;
 // Until the log is half full it rests this many times as long as it works, so that batches find the disk free.
@@ -189,8 +190,14 @@ void RedoLog::write_record(std::uint64_t position, const AlignedBuffer& record, 
   const std::uint64_t end = position + bytes;
   if (end > file_bytes_) {
     // Direct writes must lie inside of the file. What is added is a hole.
-    const std::uint64_t size = std::max(end, std::min(file_bytes_ * 2, round_up(end, kGrowBytes)));
-    file_.resize(size);
+    std::uint64_t size = std::max(end, std::min(file_bytes_ * 2, round_up(end, kGrowBytes)));
+    try {
+      file_.resize(size);
+    } catch (const IoError&) {
+      if (size == end) throw;
+      size = end;  // a limit on the size of files
+      file_.resize(size);
+    }
     file_bytes_ = size;
   }
   const IoPiece piece{position, record.data(), bytes, bytes};
@@ -303,6 +310,11 @@ bool RedoLog::uncommitted(std::uint32_t table) const {
 std::uint64_t RedoLog::uncommitted_bytes() const {
   const std::lock_guard lock(mutex_);
   return std::max(head_ - epoch_, appended_ * kEntryBytes);
+}
+
+bool RedoLog::is_long() const {
+  const std::lock_guard lock(mutex_);
+  return head_ > kLongBytes && head_ / kLongShare > options_.limit;
 }
 
 RedoLog::Pending RedoLog::begin_commit(std::uint64_t number, std::string manifest) {

@@ -116,6 +116,8 @@ class RedoLog final : public LoggedPages {
   bool uncommitted(std::uint32_t table) const;  // whether something of it was appended that no commit has
   std::uint64_t uncommitted_bytes() const;      // of the limit, that is
   std::uint64_t limit() const noexcept { return options_.limit; }
+  // Its file has become so long, mostly of holes, that it should begin anew: apply_all() while nobody appends.
+  bool is_long() const;
 
   // A commit on its way: its record has its place, but is not written.
   struct Pending {

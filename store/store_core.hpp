@@ -202,9 +202,10 @@ struct StoreCore {
   UncommittedMark mark;
   CommitHistory history;  // of a writer
   ManifestFile manifest_file;
-  std::unique_ptr<RedoLog> log;   // of a writer with Durability::kCommit
-  std::unique_ptr<LogView> view;  // of a reader, where there is a log
-  LoggedPages* logged = nullptr;  // what is newer than the files: either of the two, or none
+  std::unique_ptr<RedoLog> log;            // of a writer with Durability::kCommit
+  std::unique_ptr<LogView> view;           // of a reader, where there is a log
+  std::unique_ptr<UnloggedView> unlogged;  // of a reader, where there is none
+  LoggedPages* logged = nullptr;           // what is newer than the files: either of the two, or none
   Prefetcher prefetcher;
   Worker cleaner;  // write-behind of all tables
   std::atomic<std::uint64_t> commit{0};

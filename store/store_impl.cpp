@@ -245,6 +245,7 @@ void Store::Impl::open_tables() {
 void Store::Impl::look(bool accept_unclean) {
   for (int attempt = 1;; ++attempt) {
     refuse_link(core_->path / kLogName);
+    auto unlogged = std::make_unique<UnloggedView>(core_->path);  // before anything is looked at
     auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
     Manifest manifest = Manifest::load(core_->path);
     if (view && !view->manifest().empty()) {
@@ -264,11 +265,12 @@ void Store::Impl::look(bool accept_unclean) {
         return gone;
       });
       core_->view = std::move(view);
-      core_->logged = core_->view.get();
+      core_->unlogged = core_->view ? nullptr : std::move(unlogged);
+      core_->logged = core_->view ? static_cast<LoggedPages*>(core_->view.get()) : core_->unlogged.get();
       manifest_ = std::move(manifest);
       core_->commit = manifest_.commit;
       open_tables();
-      if (!core_->view || core_->view->unchanged()) return;
+      if (core_->view ? core_->view->unchanged() : core_->unlogged->unchanged()) return;
     }
     // The writer came in between. It begins and ends to apply commits a few times a second at most.
     if (attempt == kMostLooks) throw StaleError(fmt::format("store {} changes all the time", printable(core_->path)));
@@ -794,6 +796,12 @@ std::uint64_t Store::Impl::commit_locked(bool even_unchanged, std::string note) 
   {
     const auto still = stand_still();
     if (!core_->log) return commit_still(even_unchanged, std::move(note));
+    if (core_->log->is_long()) {
+      // Where somebody always appends it would never be empty, and its file grow for ever.
+      const std::uint64_t number = commit_still(even_unchanged, std::move(note));
+      core_->log->apply_all();
+      return number;
+    }
     pending = begin_commit(even_unchanged, std::move(note));
   }
   return pending ? finish_commit(std::move(*pending)) : manifest_.commit;
@@ -1145,6 +1153,7 @@ void Store::Impl::release() noexcept {
   core_->logged = nullptr;
   core_->log.reset();
   core_->view.reset();
+  core_->unlogged.reset();
   lock_.release();
 }
 

@@ -226,7 +226,9 @@ VerifyReport TableImpl::find_bad(const Progress& progress, const Bad& bad) {
   std::set<std::uint64_t> logged;
   if (core_->logged != nullptr)
     core_->logged->for_each(entry_.id, [&](std::uint64_t page, const LoggedVersion&) { logged.insert(page); });
-  const auto look = [&](const std::function<void()>& body) { core_->view ? core_->view->reading(body) : body(); };
+  const auto look = [&](const std::function<void()>& body) {
+    !core_->writable && core_->logged != nullptr ? core_->logged->reading(body) : body();
+  };
   const Geometry& geometry = entry_.geometry;
   const PageLedger& ledger = file_->ledger();
   VerifyReport report;

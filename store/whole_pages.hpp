@@ -38,8 +38,8 @@ class WholePages final : public HotPages {
     std::uint64_t page;
     bool replaced;
   };
-  // A batch's use of a page: counts it in `used` if the batch had not used it yet, or sets its bit in `bits`, and marks it dirty. False
-  // if it is not ready.
+  // A batch's use of a page: counts it in `used` if the batch had not used it yet, or sets its bit in `bits`, and marks it dirty.
+  // False if it is not ready.
   bool use(std::uint64_t page, std::uint32_t batch, Access access, std::uint64_t& used, std::uint64_t* bits) noexcept;
   void mark_dirty(std::uint64_t page) noexcept;
   // Makes the pages page_of(i), i < count, ready; returns how many distinct ones there were, and in `held_back` the frames of

@@ -1192,6 +1192,29 @@ TEST_F(StoreTest, AReaderStaysAtItsCommitAsLongAsTheFilesHaveIt) {
   EXPECT_EQ(reader.tables(), std::vector<std::string>{"u"});
 }
 
+TEST_F(StoreTest, AReaderOfAStoreWithoutALogNoticesThatAWriterCame) {
+  {
+    Store store = Store::open(path(), {.memory = 1 << 20, .durability = Durability::kNone});
+    for (const char* name : {"a", "b"})
+      scatter(store.create(name, {.rows = 1000, .dim = 128}), range(0, 1000), std::vector<float>(128000, 1));
+    store.close();
+  }
+  for (const Durability durability : {Durability::kNone, Durability::kCommit}) {
+    Store reader = open(9000, StoreOptions::Mode::kRead);
+    const float before = gather(reader.table("a"), {0})[0];
+    {
+      Store store = Store::open(path(), {.memory = 1 << 20, .durability = durability});
+      for (const char* name : {"a", "b"}) scatter(store.table(name), range(0, 1000), std::vector<float>(128000, before + 1));
+      store.close();
+    }
+    EXPECT_THROW((void)gather(reader.table("b"), {999}), StaleError);
+    EXPECT_THROW((void)reader.table("b").verify(), StaleError);
+    reader.refresh();
+    EXPECT_EQ(gather(reader.table("b"), {999})[0], before + 1);
+    EXPECT_EQ(reader.table("b").verify().bad_pages, 0U);
+  }
+}
+
 TEST_F(StoreTest, AReaderFollowsFilesThatGetItsOwnCommit) {
   Store store = open(9000);  // pages leave memory before the commit
   Table table = store.create("t", {.rows = 1000, .dim = 128, .init = Constant{3}});
