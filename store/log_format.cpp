@@ -1,8 +1,10 @@
 #include "store/log_format.hpp"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <vector>
 
@@ -53,8 +55,6 @@ std::uint64_t covered_bytes(const LogRecordHeader& header) {
   return header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit) ? header.count : header.count * sizeof(LogEntry);
 }
 
-std::uint64_t record_checksum(std::span<const std::byte> header_and_more) { return checksum64(header_and_more); }
-
 }  // namespace
 
 std::optional<LogHeader> read_log_header(const File& file) {
@@ -100,28 +100,39 @@ void seal_log_record(LogRecordHeader header, std::byte* memory, std::uint64_t by
   header.magic = kRecordMagic;
   header.checksum = 0;
   std::memcpy(memory, &header, sizeof header);
-  header.checksum = record_checksum({memory, sizeof header + static_cast<std::size_t>(bytes)});
+  header.checksum = checksum64({memory, sizeof header + static_cast<std::size_t>(bytes)});
   std::memcpy(memory, &header, sizeof header);
 }
 
-void walk_log(const File& file, const LogHeader& log, const std::function<void(const LogRecord&)>& visit) {
+namespace {
+
+// The record at `position`, in `memory`; false if there is none.
+bool read_record(const File& file, const LogHeader& log, std::uint64_t position, std::uint64_t file_bytes,
+                 std::vector<std::byte>& memory, LogRecord& record) {
+  memory.resize(kLogBlock);
+  file.read(position, memory);
+  std::memcpy(&record.header, memory.data(), sizeof record.header);
+  if (!plausible(record.header, log, position, file_bytes)) return false;
+  const std::uint64_t covered = sizeof record.header + covered_bytes(record.header);
+  if (covered > memory.size()) {
+    memory.resize(covered);
+    file.read(position + kLogBlock, std::span(memory).subspan(kLogBlock));
+  }
+  LogRecordHeader blank = record.header;
+  blank.checksum = 0;
+  std::memcpy(memory.data(), &blank, sizeof blank);
+  return checksum64(std::span(memory).first(covered)) == record.header.checksum;
+}
+
+}  // namespace
+
+std::uint64_t walk_log(const File& file, const LogHeader& log, const std::function<void(const LogRecord&)>& visit) {
   const std::uint64_t file_bytes = file.size();
-  std::vector<std::byte> memory(kLogBlock);
-  for (std::uint64_t position = log.tail; position < file_bytes && file_bytes - position >= kLogBlock;) {
-    memory.resize(kLogBlock);
-    file.read(position, memory);
+  std::vector<std::byte> memory;
+  std::uint64_t position = log.tail;
+  while (position < file_bytes && file_bytes - position >= kLogBlock) {
     LogRecord record;
-    std::memcpy(&record.header, memory.data(), sizeof record.header);
-    if (!plausible(record.header, log, position, file_bytes)) return;
-    const std::uint64_t covered = sizeof record.header + covered_bytes(record.header);
-    if (covered > memory.size()) {
-      memory.resize(covered);
-      file.read(position + kLogBlock, std::span(memory).subspan(kLogBlock));
-    }
-    LogRecordHeader blank = record.header;
-    blank.checksum = 0;
-    std::memcpy(memory.data(), &blank, sizeof blank);
-    if (record_checksum(std::span(memory).first(covered)) != record.header.checksum) return;
+    if (!read_record(file, log, position, file_bytes, memory, record)) break;
     const std::byte* const body = memory.data() + sizeof record.header;
     if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit))
       record.text = {reinterpret_cast<const char*>(body), record.header.count};
@@ -130,6 +141,28 @@ void walk_log(const File& file, const LogHeader& log, const std::function<void(c
     visit(record);
     position = record.end();
   }
+  return position;
+}
+
+std::optional<std::uint64_t> commit_behind(const File& file, const LogHeader& log, std::uint64_t from) {
+  constexpr std::uint64_t kChunk = 1U << 20;
+  const std::uint64_t file_bytes = file.size();
+  std::vector<std::byte> chunk(kChunk), memory;
+  for (std::uint64_t at = from; at < file_bytes; at += kChunk) {
+    // What the file system knows to be a hole has no records.
+    const off_t data = ::lseek(file.fd(), static_cast<off_t>(at), SEEK_DATA);
+    if (data < 0 && errno == ENXIO) return std::nullopt;
+    if (data > 0) at = std::max(at, static_cast<std::uint64_t>(data) / kLogBlock * kLogBlock);
+    const std::uint64_t bytes = file.read_some(at, chunk);
+    for (std::uint64_t i = 0; i + kLogBlock <= bytes; i += kLogBlock) {
+      LogRecord record;
+      std::memcpy(&record.header, chunk.data() + i, sizeof record.header);
+      if (record.header.magic == kRecordMagic && record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit) &&
+          read_record(file, log, at + i, file_bytes, memory, record))
+        return record.header.commit;
+    }
+  }
+  return std::nullopt;
 }
 
 }  // namespace embermap

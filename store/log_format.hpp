@@ -87,8 +87,14 @@ struct LogRecord {
   }
 };
 
-// Calls `visit` for each valid record from the tail on, in order, up to the first that is none: where the log ends. The bytes of
-// pages are not read. At most kMaxLogEntries entries are in memory at a time, and none that the file is too short for.
-void walk_log(const File& file, const LogHeader& header, const std::function<void(const LogRecord&)>& visit);
+// Calls `visit` for each valid record from the tail on, in order, up to the first that is none: where the log ends, which is
+// returned. The bytes of pages are not read. At most kMaxLogEntries entries are in memory at a time, and none that the file is
+// too short for.
+std::uint64_t walk_log(const File& file, const LogHeader& header, const std::function<void(const LogRecord&)>& visit);
+
+// The number of a commit whose record lies behind `from`, where a walk ended: everything before a commit record was durable
+// before it was written, so that what ended the walk is damage, not a crash. Only for a log that nobody appends to. nullopt:
+// none.
+std::optional<std::uint64_t> commit_behind(const File& file, const LogHeader& header, std::uint64_t from);
 
 }  // namespace embermap

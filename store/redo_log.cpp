@@ -61,7 +61,7 @@ RedoLog::~RedoLog() { stop(); }
 void RedoLog::index_records() {
   head_ = epoch_ = committed_ = header_.tail;
   commit_ = header_.applied;
-  walk_log(file_, header_, [&](const LogRecord& record) {
+  const std::uint64_t end = walk_log(file_, header_, [&](const LogRecord& record) {
     head_ = record.end();
     if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit)) {
       committed_ = epoch_ = head_;
@@ -79,6 +79,11 @@ void RedoLog::index_records() {
     }
     publish(table, record.entries, record.header.position, 0, in_place, record.data(0), record.header.page_bytes);
   });
+  if (const auto lost = commit_behind(file_, header_, end))
+    throw FormatError(file_.path(),
+                      fmt::format("the record at byte {} is damaged, and commits up to {} lie behind it; the store would be at "
+                                  "commit {}. Bring the file back from a copy, or move it away to go without them",
+                                  end, *lost, commit_));
   index_.forget_from(epoch_);
   head_ = epoch_;
   next_commit_ = commit_ + 1;

@@ -1215,6 +1215,28 @@ TEST_F(StoreTest, AReaderOfAStoreWithoutALogNoticesThatAWriterCame) {
   }
 }
 
+TEST_F(StoreTest, DamageInTheMiddleOfTheLogIsNotTakenForItsEnd) {
+  {
+    Store store = open();
+    Table table = store.create("t", {.rows = 1000, .dim = 128});
+    scatter(table, range(0, 1000), std::vector<float>(128000, 1));
+    store.commit();
+    store.checkpoint();
+    for (const float value : {2.0F, 3.0F, 4.0F}) {
+      scatter(table, {0}, std::vector<float>(128, value));
+      store.commit();
+    }
+    store.abandon();
+  }
+  const std::string good = test::file_text(path() / "redo.log");
+  std::string bad = good;
+  bad[8192 + 4] ^= 1;  // of the first record
+  write_text(path() / "redo.log", bad);
+  EXPECT_THAT(message_of<FormatError>([&] { open(); }), HasSubstr("record at byte 8192 is damaged, and commits up to"));
+  write_text(path() / "redo.log", good);
+  EXPECT_EQ(gather(open().table("t"), {0})[0], 4.0F);
+}
+
 TEST_F(StoreTest, AReaderFollowsFilesThatGetItsOwnCommit) {
   Store store = open(9000);  // pages leave memory before the commit
   Table table = store.create("t", {.rows = 1000, .dim = 128, .init = Constant{3}});
