@@ -5,6 +5,7 @@
 #include <liburing.h>
 #include <linux/fs.h>
 #include <sys/ioctl.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -280,10 +281,16 @@ void File::resize(std::uint64_t bytes) const {
 void File::reserve(std::uint64_t bytes) const {
   check_range("fallocate", path_, 0, bytes);
   if (bytes == 0) return;
+  const auto refuse = [&](int error) { return IoError(error, fmt::format("reserve {} for", format_size(bytes)), path_); };
+  // Some file systems take all there is before they find that it is too little: for that moment the disk is full for everybody.
+  struct statvfs disk{};
+  if (::fstatvfs(fd_, &disk) == 0 && disk.f_blocks != 0) {
+    const auto taken = static_cast<std::uint64_t>(status().st_blocks) * 512;
+    if (bytes > taken && (bytes - taken) / std::max<std::uint64_t>(disk.f_frsize, 1) > disk.f_bavail) throw refuse(ENOSPC);
+  }
   if (retry_interrupted([&] { return ops_->allocate(fd_, static_cast<off_t>(bytes)); }) == 0) return;
   const int error = errno;
-  if (error == ENOSPC || error == EDQUOT || error == EFBIG || error == EIO)
-    throw IoError(error, fmt::format("reserve {} for", format_size(bytes)), path_);
+  if (error == ENOSPC || error == EDQUOT || error == EFBIG || error == EIO) throw refuse(error);
 }
 
 void File::sync() const {

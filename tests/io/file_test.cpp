@@ -125,6 +125,9 @@ TEST_F(FileTest, ErrorsNameCallFileRangeAndErrno) {
   ops.allocate_error = ENOSPC;
   EXPECT_THAT(error_of<IoError>([&] { file.reserve(std::uint64_t{3} << 40); }),
               HasSubstr("reserve 3.00 TiB for " + at("x").string() + ": No space left on device"));
+  ops.allocate_error = 0;
+  EXPECT_THAT(error_of<IoError>([&] { file.reserve(std::uint64_t{1} << 60); }), HasSubstr("No space left on device"))
+      << "known before the disk is filled to find out";
   ops.allocate_error = EOPNOTSUPP;  // a file system that cannot: pages are found when they are written
   file.reserve(20000);
 }
@@ -194,7 +197,9 @@ TEST_F(TemporaryFileTest, CommitsUnderItsNameAndLeavesNothingElse) {
 }
 
 TEST_F(TemporaryFileTest, WithoutCommitNothingIsLeft) {
-  { TemporaryFile temporary = TemporaryFile::create(at("x"), false); }
+  {
+    TemporaryFile temporary = TemporaryFile::create(at("x"), false);
+  }
   {
     TemporaryFile a = TemporaryFile::create(at("x"), false);
     TemporaryFile b = std::move(a);
@@ -209,7 +214,9 @@ TEST_F(TemporaryFileTest, ForkedChildLeavesTheFileToItsParent) {
   TemporaryFile temporary = TemporaryFile::create(at("x"), false);
   const pid_t child = ::fork();
   if (child == 0) {
-    { TemporaryFile gone = std::move(temporary); }
+    {
+      TemporaryFile gone = std::move(temporary);
+    }
     ::_exit(0);
   }
   int status = 0;
@@ -326,7 +333,7 @@ TEST_F(TemporaryFileTest, ModeFollowsTheUmask) {
   const mode_t before = ::umask(027);
   replace_file(at("x"), "a");
   ::umask(before);
-  struct stat status {};
+  struct stat status{};
   ASSERT_EQ(::stat(at("x").c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0640U);
 }

@@ -856,7 +856,7 @@ TEST_P(AppendFaults, LeaveTheTableAsItWas) {
         << "manifest, lock, log and two files";
     failures += !succeeded;
   }
-  EXPECT_GT(failures, 10);
+  EXPECT_GT(failures, 8);  // the log goes without room ahead where it is refused
 }
 
 INSTANTIATE_TEST_SUITE_P(Sizes, AppendFaults,
