@@ -137,7 +137,7 @@ int FileOps::rename_new(const char* from, const char* to) {
   if (errno != EPERM && errno != ENOSYS && errno != ENOTSUP && errno != EMLINK) return -1;
   // Neither (FAT and some FUSE file systems): look, then rename. Two programs may pass each other here, nothing can be done about
   // it.
-  struct stat status{};
+  struct stat status {};
   if (::lstat(to, &status) == 0) {
     errno = EEXIST;
     return -1;
@@ -196,7 +196,7 @@ File::~File() {
 }
 
 struct stat File::status() const {
-  struct stat out{};
+  struct stat out {};
   if (::fstat(fd_, &out) != 0) throw IoError(errno, "fstat", path_);
   return out;
 }
@@ -283,7 +283,7 @@ void File::reserve(std::uint64_t bytes) const {
   if (bytes == 0) return;
   const auto refuse = [&](int error) { return IoError(error, fmt::format("reserve {} for", format_size(bytes)), path_); };
   // Some file systems take all there is before they find that it is too little: for that moment the disk is full for everybody.
-  struct statvfs disk{};
+  struct statvfs disk {};
   if (::fstatvfs(fd_, &disk) == 0 && disk.f_blocks != 0) {
     const auto taken = static_cast<std::uint64_t>(status().st_blocks) * 512;
     if (bytes > taken && (bytes - taken) / std::max<std::uint64_t>(disk.f_frsize, 1) > disk.f_bavail) throw refuse(ENOSPC);
@@ -324,7 +324,7 @@ TemporaryFile TemporaryFile::create(const std::filesystem::path& target, bool ov
   if (target.native().find('\0') != std::string::npos) throw IoError(EINVAL, "create", target);
 
   std::filesystem::path resolved = target;
-  struct stat status{};
+  struct stat status {};
   for (int links = 0;; ++links) {
     if (::lstat(resolved.c_str(), &status) != 0) {
       if (errno != ENOENT) throw IoError(errno, "create", target);

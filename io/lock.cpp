@@ -54,7 +54,7 @@ std::string host_name() {
 }
 
 int set_lock(int fd, short type) {
-  struct flock lock{};
+  struct flock lock {};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   int result = 0;
@@ -109,7 +109,7 @@ std::optional<bool> WriterLock::is_taken(const std::filesystem::path& file) noex
   // Closing a descriptor ends no lock of this process: those belong to the open file.
   const int fd = ::open(file.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOFOLLOW);
   if (fd < 0) return errno == ENOENT ? std::optional(false) : std::nullopt;
-  struct flock lock{};
+  struct flock lock {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
   const bool asked = ::fcntl(fd, F_OFD_GETLK, &lock) == 0;
@@ -122,7 +122,7 @@ WriterLock WriterLock::acquire(const std::filesystem::path& file, const std::fil
     WriterLock lock{std::make_unique<Held>(file)};
     const int fd = lock.held_->fd;
     if (fd < 0) throw IoError(errno, "open", file);
-    struct stat opened{};
+    struct stat opened {};
     if (::fstat(fd, &opened) != 0) throw IoError(errno, "fstat", file);
     if (!S_ISREG(opened.st_mode)) throw FormatError(file, "is not a regular file, so it cannot be the lock of a store");
     if (set_lock(fd, F_WRLCK) != 0) {
@@ -138,7 +138,7 @@ WriterLock WriterLock::acquire(const std::filesystem::path& file, const std::fil
       throw IoError(error, "lock", file);
     }
     // Someone may have removed or replaced the file between open and lock: then this lock would guard nothing.
-    struct stat named{};
+    struct stat named {};
     if (::stat(file.c_str(), &named) != 0 || named.st_ino != opened.st_ino || named.st_dev != opened.st_dev) {
       if (attempt == 100) throw IoError(ESTALE, "lock", file);
       continue;

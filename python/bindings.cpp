@@ -386,12 +386,20 @@ void bind_options(nb::module_& m) {
       .def_ro("value", &Constant::value);
   nb::class_<Uniform>(m, "Uniform")
       .def(
-          "__init__", [](Uniform* self, double low, double high) { new (self) Uniform{low, high}; }, "low"_a, "high"_a)
+          "__init__",
+          [](Uniform* self, double low, double high) {
+            new (self) Uniform{low, high};
+          },
+          "low"_a, "high"_a)
       .def_ro("low", &Uniform::low)
       .def_ro("high", &Uniform::high);
   nb::class_<Normal>(m, "Normal")
       .def(
-          "__init__", [](Normal* self, double mean, double std) { new (self) Normal{mean, std}; }, "mean"_a, "std"_a)
+          "__init__",
+          [](Normal* self, double mean, double std) {
+            new (self) Normal{mean, std};
+          },
+          "mean"_a, "std"_a)
       .def_ro("mean", &Normal::mean)
       .def_ro("std", &Normal::std);
   m.def("check_optimizer", &check_optimizer, "optimizer"_a.none());
@@ -618,7 +626,10 @@ NB_MODULE(_core, m) {
   m.def("parse_size", &parse_size, "text"_a);
   m.def("format_size", &format_size, "bytes"_a);
   m.def(
-      "location_file", [](const nb::bytes& location) { return parse_location({location.c_str(), location.size()}).file; },
+      "location_file",
+      [](const nb::bytes& location) {
+        return parse_location({location.c_str(), location.size()}).file;
+      },
       "location"_a);
   m.def("is_store", &is_store, nb::sig("def is_store(path: str | os.PathLike[str]) -> bool"), "path"_a, Release());
   bind_options(m);

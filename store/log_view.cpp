@@ -143,7 +143,7 @@ UnloggedView::UnloggedView(std::filesystem::path store)
     : log_{store / kLogName}, mark_{store / "UNCOMMITTED"}, manifest_{store / kManifestName}, before_{traces()} {}
 
 UnloggedView::Trace UnloggedView::trace_of(const std::filesystem::path& file) noexcept {
-  struct stat status{};
+  struct stat status {};
   if (::lstat(file.c_str(), &status) != 0) return {};
   return {status.st_ino, static_cast<std::uint64_t>(status.st_size), status.st_mtim.tv_sec, status.st_mtim.tv_nsec};
 }

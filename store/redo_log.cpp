@@ -30,7 +30,7 @@ constexpr std::uint64_t kEntryBytes = 4096;  // of the log that an entry of the 
 }  // namespace
 
 File RedoLog::open_file(const std::filesystem::path& path, FileOps& ops, std::uint64_t commit) {
-  struct stat status{};
+  struct stat status {};
   if (::lstat(path.c_str(), &status) == 0) return File::open(path, File::Mode::kReadWrite, ops);
   File file = File::open(path, File::Mode::kCreateNew, ops);
   // Both slots take their disk now: later a full one must not be in the way of a header.

@@ -51,7 +51,7 @@ auto at_destination(const Call& call) {
 }
 
 bool is_there(const std::filesystem::path& path) {
-  struct stat status{};
+  struct stat status {};
   return ::lstat(path.c_str(), &status) == 0;
 }
 

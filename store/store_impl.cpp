@@ -28,7 +28,7 @@ constexpr int kMostLooks = 200;  // of a reader at a store that changes
 
 // Also true for a dangling symbolic link.
 bool is_there(const std::filesystem::path& path) {
-  struct stat status{};
+  struct stat status {};
   return lstat(path.c_str(), &status) == 0;
 }
 
@@ -125,7 +125,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
   if (!absolute.has_filename()) absolute = absolute.parent_path();
 
   const bool made = options.mode == Mode::kOpenOrCreate && !is_there(absolute) && make_directory(absolute);
-  struct stat status{};
+  struct stat status {};
   if (::stat(absolute.c_str(), &status) != 0) {
     if (errno == ENOENT && !is_there(absolute)) throw NotFound(fmt::format("no store at {}", printable(absolute)));
     throw IoError(errno, "stat", absolute);

@@ -48,7 +48,7 @@ class BareFile {
   bool direct() const { return direct_; }
   const std::filesystem::path& path() const { return path_; }
   std::uint64_t size() const {
-    struct stat status{};
+    struct stat status {};
     if (fstat(fd_, &status) != 0) throw IoError(errno, "fstat", path_);
     return static_cast<std::uint64_t>(status.st_size);
   }

@@ -19,7 +19,7 @@ namespace {
 std::optional<Location> selected_part(const std::string& text) {
   try {
     Location location = parse_location(text);
-    struct stat status{};
+    struct stat status {};
     if (!location.selector.empty() && stat(location.file.c_str(), &status) == 0) return location;
   } catch (const InvalidArgument&) {
   }
@@ -35,7 +35,7 @@ void show(const Common& common, const Json& description, const std::string& text
 
 int info(const std::string& path, const Common& common) {
   if (path.empty()) throw UsageError("an empty path names nothing");
-  struct stat status{};
+  struct stat status {};
   const bool there = stat(path.c_str(), &status) == 0;
   if (!there && errno != ENOENT && errno != ENOTDIR) throw IoError(errno, "stat", path);
   if (there && !S_ISDIR(status.st_mode)) {

@@ -45,7 +45,7 @@ Json writer_json(const std::filesystem::path& store) {
 }
 
 Json size_json(const std::filesystem::path& file) {
-  struct stat status{};
+  struct stat status {};
   if (stat(file.c_str(), &status) != 0) return {{"file_bytes", nullptr}, {"allocated_bytes", nullptr}};
   return {{"file_bytes", static_cast<std::uint64_t>(status.st_size)},
           {"allocated_bytes", static_cast<std::uint64_t>(status.st_blocks) * 512}};

@@ -26,7 +26,7 @@ Geometry check_table_options(const TableOptions& options) {
 }
 
 NewTable::NewTable(const TablePath& path, const StoreOptions& options) : path_{path} {
-  struct stat status{};
+  struct stat status {};
   const bool there = lstat(path.store.c_str(), &status) == 0;
   if (!there && errno != ENOENT) throw IoError(errno, "open", path.store);
   made_directory_ = !there;

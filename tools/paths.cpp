@@ -22,7 +22,7 @@ namespace {
 
 // The status of what `path` leads to; nothing if nothing is there. Throws IoError for every other reason.
 std::optional<struct stat> status_of(const std::filesystem::path& path) {
-  struct stat status{};
+  struct stat status {};
   if (stat(path.c_str(), &status) == 0) return status;
   if (errno == ENOENT || errno == ENOTDIR) return std::nullopt;
   throw IoError(errno, "stat", path);
@@ -118,14 +118,15 @@ Location parse_location_option(std::string_view option, const std::string& text)
 }
 
 void require_regular_file(const std::filesystem::path& file) {
-  struct stat status{};
+  struct stat status {};
   if (stat(file.c_str(), &status) != 0) throw IoError(errno, "open", file);
   if (S_ISDIR(status.st_mode)) throw IoError(EISDIR, "open", file);
   if (!S_ISREG(status.st_mode)) throw FormatError(file, fmt::format("is {}, not a regular file", kind_of(status.st_mode)));
 }
 
 bool same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
-  struct stat first{}, second{};
+  struct stat first {
+  }, second{};
   return stat(a.c_str(), &first) == 0 && stat(b.c_str(), &second) == 0 && first.st_dev == second.st_dev &&
          first.st_ino == second.st_ino;
 }
@@ -168,7 +169,7 @@ void check_destination(const Location& destination, const std::filesystem::path&
 }
 
 void check_free_space(const std::filesystem::path& directory, const std::filesystem::path& file, std::uint64_t bytes) {
-  struct statvfs status{};
+  struct statvfs status {};
   if (statvfs(directory.c_str(), &status) != 0) throw IoError(errno, "statvfs", directory);
   const std::uint64_t free = std::uint64_t{status.f_bavail} * status.f_frsize;
   if (bytes > free && status.f_blocks != 0)  // 0 blocks: a file system that does not count

@@ -18,8 +18,9 @@ void add_store_options(CLI::App& command, Common& common) {
           .add_flag_callback(
               "--direct", [&common] { common.direct = true; }, "Past the page cache (default: where the file system allows it)")
           ->group(group);
-  command.add_flag_callback(
-             "--no-direct", [&common] { common.direct = false; }, "Through the page cache")
+  command
+      .add_flag_callback(
+          "--no-direct", [&common] { common.direct = false; }, "Through the page cache")
       ->excludes(direct)
       ->group(group);
   command

@@ -197,9 +197,7 @@ TEST_F(TemporaryFileTest, CommitsUnderItsNameAndLeavesNothingElse) {
 }
 
 TEST_F(TemporaryFileTest, WithoutCommitNothingIsLeft) {
-  {
-    TemporaryFile temporary = TemporaryFile::create(at("x"), false);
-  }
+  { TemporaryFile temporary = TemporaryFile::create(at("x"), false); }
   {
     TemporaryFile a = TemporaryFile::create(at("x"), false);
     TemporaryFile b = std::move(a);
@@ -214,9 +212,7 @@ TEST_F(TemporaryFileTest, ForkedChildLeavesTheFileToItsParent) {
   TemporaryFile temporary = TemporaryFile::create(at("x"), false);
   const pid_t child = ::fork();
   if (child == 0) {
-    {
-      TemporaryFile gone = std::move(temporary);
-    }
+    { TemporaryFile gone = std::move(temporary); }
     ::_exit(0);
   }
   int status = 0;
@@ -333,7 +329,7 @@ TEST_F(TemporaryFileTest, ModeFollowsTheUmask) {
   const mode_t before = ::umask(027);
   replace_file(at("x"), "a");
   ::umask(before);
-  struct stat status{};
+  struct stat status {};
   ASSERT_EQ(::stat(at("x").c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0640U);
 }

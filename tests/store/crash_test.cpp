@@ -156,7 +156,8 @@ class Training {
     durably("remove " + name, call, std::move(committed));
   }
   void commit() {
-    durably("commit", [&] { store_.commit(); }, std::nullopt);
+    durably(
+        "commit", [&] { store_.commit(); }, std::nullopt);
   }
   void append(const std::string& name, std::uint64_t rows) {
     Model model = now_.at(name);

@@ -454,9 +454,7 @@ TEST_F(HotPagesTest, ReplacedPagesThatWereNotWrittenAreForgotten) {
     std::uint64_t page = 4;
     std::uint32_t frame = 0;
     const std::uint8_t replaced = 1;
-    {
-      const auto hold = hot->hold({&page, 1}, {&frame, 1}, Access::kWrite, {&replaced, 1});
-    }
+    { const auto hold = hot->hold({&page, 1}, {&frame, 1}, Access::kWrite, {&replaced, 1}); }
     EXPECT_EQ(hot->counts().dirty, 0U);
     EXPECT_EQ(hot->counts().resident, 0U);
     const auto hold = hot->hold({&page, 1}, {&frame, 1}, Access::kRead);
@@ -828,9 +826,7 @@ TEST_F(HotPagesTest, PagesOfTheLastBatchAndOfAPrefetchStay) {
         next.push_back((round * 5 + 5 + k) % kPages);
       }
       std::vector<std::uint32_t> frames(5);
-      {
-        const auto hold = hot.hold(next, frames, Access::kPrefetch);
-      }
+      { const auto hold = hot.hold(next, frames, Access::kPrefetch); }
       const auto before = hot.counts().misses;
       use(hot, pages);
       use(hot, pages, Access::kWrite, 1);

@@ -18,7 +18,7 @@ using test::StoreTest;
 std::uint64_t disk_bytes(const std::filesystem::path& directory) {
   std::uint64_t bytes = 0;
   for (const auto& item : std::filesystem::directory_iterator(directory)) {
-    struct stat status{};
+    struct stat status {};
     if (::stat(item.path().c_str(), &status) == 0) bytes += static_cast<std::uint64_t>(status.st_blocks) * 512;
   }
   return bytes;

@@ -127,7 +127,7 @@ TEST_F(PageLedgerTest, ABillionPagesTakeNoDiskAndNoTime) {
   PageLedger ledger = create(1'000'000'000);
   ledger.record(999'999'999, 12);
   ledger.flush();
-  struct stat status{};
+  struct stat status {};
   ASSERT_EQ(::stat(file_.c_str(), &status), 0);
   EXPECT_LT(status.st_blocks * 512, 1 << 20);
   EXPECT_TRUE(reopen().written(999'999'999));

@@ -70,7 +70,7 @@ PowerLoss::PowerLoss(const std::filesystem::path& folder) : root_{std::filesyste
   for (const auto& item : std::filesystem::recursive_directory_iterator(root_)) {
     if (!item.is_regular_file()) continue;
     const Entry entry{item.path().parent_path().lexically_relative(root_).string(), item.path().filename().string()};
-    struct stat status{};
+    struct stat status {};
     check(::stat(item.path().c_str(), &status) == 0, "stat", item.path());
     known_[{status.st_dev, status.st_ino}] = adopt(entry, content_of(item.path()));
   }
@@ -167,7 +167,7 @@ std::optional<PowerLoss::Inode> PowerLoss::file_of(int fd) const {
 int PowerLoss::open(const char* path, int flags, mode_t mode) {
   const std::lock_guard lock(mutex_);
   const auto entry = entry_of(path);
-  struct stat status{};
+  struct stat status {};
   const bool creates = entry && (flags & O_CREAT) != 0 && ::lstat(path, &status) != 0;
   const bool cuts = entry && !creates && (flags & O_TRUNC) != 0;
   if ((creates || cuts) && refused(/*interruptible=*/true)) return -1;

@@ -361,7 +361,7 @@ TEST_F(Snapshot, OfASparseTableTakesAMomentAndLittleDisk) {
   EXPECT_EQ(report.pages, 3U);
   std::uint64_t used = 0;
   for (const auto& item : std::filesystem::directory_iterator(copy())) {
-    struct stat status{};
+    struct stat status {};
     ASSERT_EQ(stat(item.path().c_str(), &status), 0);
     used += static_cast<std::uint64_t>(status.st_blocks) * 512;
   }
@@ -507,7 +507,7 @@ class Folder : public FileOps {
   // What a file system with shared blocks does, as far as one can see.
   int clone(int to, int from) override {
     if (!can_clone) return FileOps::clone(to, from);
-    struct stat status{};
+    struct stat status {};
     if (fstat(from, &status) != 0) return -1;
     std::vector<char> bytes(static_cast<std::size_t>(status.st_size));
     if (::pread(from, bytes.data(), bytes.size(), 0) != status.st_size) return -1;

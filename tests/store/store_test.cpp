@@ -293,9 +293,7 @@ TEST_F(StoreTest, WhatACrashLeftOfATableIsRemovedUnlessItIsATables) {
   std::string text = test::file_text(path() / "embermap.json");
   text.insert(1, R"("unfinished": ["u.npy", "u.pages", "v.npy", "v.pages", "t.npy", "t.pages", "a.npy"],)");
   write_text(path() / "embermap.json", without_checksum(text));
-  {
-    open(1U << 20, StoreOptions::Mode::kRead);
-  }
+  { open(1U << 20, StoreOptions::Mode::kRead); }
   EXPECT_TRUE(std::filesystem::exists(path() / "u.npy")) << "a reader changes nothing";
   {
     Store store = open();
@@ -785,7 +783,7 @@ class AppendFaults : public StoreTest, public testing::WithParamInterface<std::t
 
 TEST_F(StoreTest, BothHeadersOfANewLogHaveTheirPlaceOnTheDisk) {
   Store store = Store::open(path(), {.memory = 1 << 20});
-  struct stat status{};
+  struct stat status {};
   ASSERT_EQ(::stat((path() / "redo.log").c_str(), &status), 0);
   EXPECT_EQ(status.st_size, 8192);
   EXPECT_GE(status.st_blocks * 512, 8192);  // no hole that a full disk could not fill

@@ -186,7 +186,9 @@ TEST_F(TableTest, SizesThatDisagreeAreRefused) {
   Store store = open();
   Table table = store.create("t", {.rows = 100, .dim = 2, .optimizer = Sgd{}});
   const std::vector<float> three(3);
-  EXPECT_NE(message_of<InvalidArgument>([&] { scatter(table, {1, 2}, three); }).find("2 ids, 12 bytes of rows"),
+  EXPECT_NE(message_of<InvalidArgument>([&] {
+              scatter(table, {1, 2}, three);
+            }).find("2 ids, 12 bytes of rows"),
             std::string::npos);
   EXPECT_THROW(update(table, {1, 2}, three), InvalidArgument);
   EXPECT_THROW(table.write(99, 2, std::as_bytes(std::span(three))), InvalidArgument);
@@ -463,7 +465,7 @@ void expect_rows_far_apart(Store store, const std::filesystem::path& path, const
   const std::vector<float> one(options.dim, 1.0F);
   again.table("t").add({&last, 1}, std::as_bytes(std::span(one)));
   EXPECT_EQ(gather(again.table("t"), {last})[0], rows[rows.size() - options.dim] + 1);
-  struct stat status{};
+  struct stat status {};
   ASSERT_EQ(::stat((path / "t.npy").c_str(), &status), 0);
   EXPECT_LT(status.st_blocks * 512, 2 << 20);
 }
