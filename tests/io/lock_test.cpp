@@ -106,12 +106,12 @@ TEST_F(WriterLockTest, KilledHolderLetsTheNextInAtOnceEvenIfItsChildrenLive) {
   const pid_t holder = ::fork();
   if (holder == 0) {
     const WriterLock lock = acquire();
-    const pid_t worker = ::fork();  // inherits nothing of the lock
-    if (worker == 0) {
+    if (::fork() == 0) {  // inherits nothing of the lock, once it has begun to run: so it says who it is, not its parent
+      const pid_t worker = ::getpid();
+      if (::write(ready[1], &worker, sizeof worker) != sizeof worker) ::_exit(1);
       ::pause();
       ::_exit(0);
     }
-    if (::write(ready[1], &worker, sizeof worker) != sizeof worker) ::_exit(1);
     ::pause();
     ::_exit(0);
   }
