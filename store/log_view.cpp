@@ -86,10 +86,11 @@ void LogView::follow(const LogHeader& now) {
   if (now.applying > commit_)
     throw StaleError(fmt::format("{}: the writer has moved the store on to commit {}; this reader is at commit {}: refresh() it",
                                  printable(file_.path()), now.applying, commit_));
-  applied_to_ = now.id == header_.id && applied_to_ != LoggedVersion::kNone ? now.tail : LoggedVersion::kNone;
-  const std::uint64_t id = header_.id;
+  if (now.id != header_.id)
+    applied_to_ = LoggedVersion::kNone;  // the life of the log that the index speaks of is over
+  else if (applied_to_ != LoggedVersion::kNone)
+    applied_to_ = now.tail;
   header_ = now;
-  if (applied_to_ == LoggedVersion::kNone) header_.id = id;  // of the life that the index speaks of: over for good
 }
 
 void LogView::reading(const std::function<void()>& body) {

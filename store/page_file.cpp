@@ -225,7 +225,11 @@ void PageFile::write(std::span<PageBuffer> pages) {
     return;
   }
   // Each checksum follows its page: whatever fails, the ledger speaks of what the file has.
-  write_stored(pages, pieces_of(pages), [&](std::uint64_t page, std::uint32_t checksum) { ledger_.record(page, checksum); });
+  write_stored(pages, pieces_of(pages), to_ledger());
+}
+
+PageFile::Recorded PageFile::to_ledger() {
+  return [this](std::uint64_t page, std::uint32_t checksum) { ledger_.record(page, checksum); };
 }
 
 void PageFile::write_as_stored(std::span<PageBuffer> pages) {
@@ -233,7 +237,7 @@ void PageFile::write_as_stored(std::span<PageBuffer> pages) {
   before_write_();
   ahead_.store(true);
   sort_by_page(pages);
-  write_stored(pages, pieces_of(pages), [&](std::uint64_t page, std::uint32_t checksum) { ledger_.record(page, checksum); });
+  write_stored(pages, pieces_of(pages), to_ledger());
 }
 
 void PageFile::write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded) {
@@ -344,13 +348,17 @@ void PageFile::write_header(std::string_view header) {
     data_.write(0, header);
 }
 
+void PageFile::check_applied(std::uint64_t page) const {
+  if (page >= geometry_.pages())
+    throw FormatError(data_.path(), fmt::format("the redo log has page {} for table '{}', which has {}", page, printable(table_),
+                                                geometry_.pages()));
+}
+
 void PageFile::apply(std::span<const LogTarget::Page> pages) {
   std::vector<IoPiece> pieces;
   pieces.reserve(pages.size());
   for (const LogTarget::Page& page : pages) {
-    if (page.page >= geometry_.pages())
-      throw FormatError(data_.path(), fmt::format("the redo log has page {} for table '{}', which has {}", page.page,
-                                                  printable(table_), geometry_.pages()));
+    check_applied(page.page);
     pieces.push_back({geometry_.offset_of(page.page), page.memory, geometry_.bytes_in(page.page), geometry_.page_bytes()});
   }
   compute_.parallel_for(pieces.size(), std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
@@ -365,9 +373,7 @@ void PageFile::apply(std::span<const LogTarget::Page> pages) {
 void PageFile::apply_header(std::span<const std::byte> header) { data_.write(0, header); }
 
 void PageFile::apply_in_place(std::uint64_t page, std::uint32_t checksum) {
-  if (page >= geometry_.pages())
-    throw FormatError(data_.path(), fmt::format("the redo log has page {} for table '{}', which has {}", page, printable(table_),
-                                                geometry_.pages()));
+  check_applied(page);
   ledger_.record(page, checksum);
 }
 
@@ -388,7 +394,7 @@ void PageFile::write_swapped(std::span<const PageBuffer> pages) {
       pieces[i].memory = staging.data() + i * page_bytes;
       swap_elements(some[i].memory, pieces[i].memory, elements_in(some[i].page), item_size(schema_.dtype()));
     }
-    write_stored(some, pieces, [&](std::uint64_t page, std::uint32_t checksum) { ledger_.record(page, checksum); });
+    write_stored(some, pieces, to_ledger());
   }
 }
 

@@ -128,6 +128,8 @@ class PageFile final : public LogTarget {
   // `recorded(page, checksum)` for each page as it is written, on several threads at once.
   using Recorded = std::function<void(std::uint64_t, std::uint32_t)>;
   void write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded);
+  Recorded to_ledger();
+  void check_applied(std::uint64_t page) const;  // throws FormatError if the table has no such page
   void write_swapped(std::span<const PageBuffer> pages);
   void write_logged(std::span<const PageBuffer> pages);
   void write_in_place(std::span<const PageBuffer> pages);

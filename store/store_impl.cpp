@@ -70,6 +70,12 @@ void check_header(const NpyHeader& header, const std::filesystem::path& file, co
   }
 }
 
+// Of the manifest in the store's file and that of a commit in its log, the one with the higher revision.
+Manifest newer_manifest(Manifest manifest, std::string_view in_log, const std::filesystem::path& store) {
+  Manifest committed = Manifest::parse(in_log, store / kLogName);
+  return committed.revision > manifest.revision ? std::move(committed) : std::move(manifest);
+}
+
 CorruptError unclean_end(const std::filesystem::path& store, std::uint64_t commit, std::string_view why) {
   return CorruptError(
       fmt::format("store {} has pages written after its last commit ({}): {}. Its tables may mix committed and later rows; "
@@ -248,10 +254,7 @@ void Store::Impl::look(bool accept_unclean) {
     auto unlogged = std::make_unique<UnloggedView>(core_->path);  // before anything is looked at
     auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
     Manifest manifest = Manifest::load(core_->path);
-    if (view && !view->manifest().empty()) {
-      Manifest committed = Manifest::parse(view->manifest(), core_->path / kLogName);
-      if (committed.revision > manifest.revision) manifest = std::move(committed);
-    }
+    if (view && !view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), core_->path);
     if (UncommittedMark::present(core_->path, manifest.commit) && !accept_unclean)
       throw unclean_end(core_->path, manifest.commit,
                         "a writer without a redo log is at work, or its session ended without commit");
@@ -337,10 +340,7 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
   const auto view = LogView::open(store / kLogName, io, {}, FileOps::system());
   Manifest manifest = Manifest::load(store);  // after the log: commits go from there to here
   if (view) {
-    if (!view->manifest().empty()) {
-      Manifest committed = Manifest::parse(view->manifest(), store / kLogName);
-      if (committed.revision > manifest.revision) manifest = std::move(committed);
-    }
+    if (!view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), store);
     plan.log_bytes = view->bytes();
     for (const auto& [name, entry] : manifest.tables) {
       std::uint64_t pages = 0;
@@ -367,10 +367,7 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
       path, log_options, core.compute, core.io, core.ops, [&core](std::string_view text) { core.manifest_file.save_text(text); },
       manifest.commit);
   RedoLog& log = *core.log;
-  if (log.found()) {
-    Manifest committed = Manifest::parse(log.found()->manifest, path);
-    if (committed.revision > manifest.revision) manifest = std::move(committed);
-  }
+  if (log.found()) manifest = newer_manifest(std::move(manifest), log.found()->manifest, core.path);
   core.history.load(manifest, log.found() ? commits_in_log(path, core.ops) : std::vector<CommitInfo>());
   // Pages go to the files before anything else looks at those: a resize may have been committed, and the files not have it yet.
   struct Recovered {
