@@ -59,6 +59,25 @@ struct FrameSource {
   std::uint64_t page_bytes = 0;  // from one frame to the next
   std::uint64_t rows_per_page = 0;
   std::uint64_t stride = 0;  // from one record to the next inside a frame
+  bool whole = false;        // page p lies in frame p, for all pages of the table
+};
+
+// What moves rows between a registered slab and the device.
+enum class Mover : std::uint8_t {
+  kAuto,     // what was found fastest for such a batch
+  kKernel,   // a kernel that reads and writes the frames itself (zero-copy)
+  kThreads,  // threads of the host copy rows to and from pinned chunks, a DMA stream carries those
+  kBoth      // at once: the kernel from the first row upwards, the threads from the last one downwards
+};
+
+// How rows crossed the link.
+struct Moved {
+  std::uint64_t batches = 0;       // calls that moved rows of a registered slab
+  std::uint64_t kernel_rows = 0;   // distinct rows moved by a kernel
+  std::uint64_t thread_rows = 0;   // distinct rows moved by threads and DMA
+  std::uint64_t pageable_rows = 0; // through pageable or unregistered memory
+  std::uint64_t bytes = 0;
+  std::uint64_t nanoseconds = 0;   // from the first to the last of a batch's rows, added up over batches
 };
 
 // A batch of ids on the device: sorted, distinct, with its pages, and the working set: one record (or slice of one) per distinct
@@ -70,9 +89,11 @@ class CudaBatch {
   virtual ~CudaBatch() = default;
   std::uint64_t count = 0;           // ids in the batch
   std::uint64_t distinct = 0;        // distinct ids
-  std::vector<std::uint64_t> pages;  // distinct pages, ascending (host)
+  std::span<const std::int64_t> ids; // the ids as they were given (host); of begin_batch() only
+  std::vector<std::uint64_t> pages;  // distinct pages, ascending (host); of make_batch() only
   // Page pages[p] holds the distinct ids [page_starts[p], page_starts[p + 1]); pages.size() + 1 entries (host).
   std::vector<std::uint64_t> page_starts;
+  Moved moved;  // by fetch and write_back so far
 };
 
 // The CUDA side of the tables on one device. Thread safety: calls on different streams and batches may run at once.
@@ -95,6 +116,13 @@ class CudaEngine {
   // device memory per id for as long as the batch lives, and up to 60 more during the call.
   virtual std::unique_ptr<CudaBatch> make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                                 std::uint64_t rows_per_page, const std::string& table, CudaStream stream) = 0;
+
+  // The same for a table whose pages all have frames of their own number: waits only until the ids are on the host, where `pool`
+  // checks them, and lets the device go on. `distinct` and `pages` are not filled in; fetch, write_back take `first_page` 0, no
+  // frames and a source that is whole.
+  virtual std::unique_ptr<CudaBatch> begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                                 std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
+                                                 CudaStream stream) = 0;
 
   // Working set rows of pages [first_page, first_page + frames.size()) = bytes [offset, offset + bytes) of their records;
   // frames[i] is where page batch.pages[first_page + i] lies. All calls for one batch use one (offset, bytes), kept for the calls
@@ -124,6 +152,9 @@ class CudaEngine {
   // of the largest item; `layout.stride` need not be that length); same rules and bits as step_rows.
   virtual void step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads,
                     DType grad_dtype, CudaStream stream) = 0;
+
+  // For measurements: kAuto is what users get.
+  virtual void set_mover(Mover mover) noexcept = 0;
 
   // Waits until everything enqueued on `stream` is done; a failure of an earlier call surfaces here as CudaError.
   virtual void wait(CudaStream stream) = 0;

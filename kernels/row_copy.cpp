@@ -70,6 +70,21 @@ void copy_range(Bytes bytes, std::uint64_t begin, std::uint64_t end, std::uint64
   }
 }
 
+template <class Source, class Target>
+void copy_part(std::uint64_t bytes, std::uint64_t begin, std::uint64_t end, std::uint64_t count, const Source& source,
+               const Target& target) {
+  const auto copy = [&](auto length) { copy_range(length, begin, end, count, source, target); };
+  switch (bytes) {
+    case 4: return copy(std::integral_constant<std::uint64_t, 4>{});
+    case 8: return copy(std::integral_constant<std::uint64_t, 8>{});
+    case 16: return copy(std::integral_constant<std::uint64_t, 16>{});
+    case 32: return copy(std::integral_constant<std::uint64_t, 32>{});
+    case 64: return copy(std::integral_constant<std::uint64_t, 64>{});
+    case 128: return copy(std::integral_constant<std::uint64_t, 128>{});
+    default: return copy(bytes);
+  }
+}
+
 // `line` is what a target must be a multiple of to be streamed: whole lines, unless rows lie one behind the other.
 template <class Source, class Target>
 void stream_range(std::uint64_t bytes, std::uint64_t line, std::uint64_t begin, std::uint64_t end, std::uint64_t count,
@@ -95,17 +110,17 @@ void copy_rows(std::uint64_t count, std::uint64_t bytes, std::uint64_t line, Thr
   const std::uint64_t share = std::clamp<std::uint64_t>(count / pool.threads(), detail::kGrainBytes / bytes, (2U << 20) / bytes);
   pool.parallel_for(count, std::max<std::uint64_t>(1, share), [&](std::uint64_t begin, std::uint64_t end) {
     if (streamed) return stream_range(bytes, line, begin, end, count, source, target);
-    const auto copy = [&](auto length) { copy_range(length, begin, end, count, source, target); };
-    switch (bytes) {
-      case 4: return copy(std::integral_constant<std::uint64_t, 4>{});
-      case 8: return copy(std::integral_constant<std::uint64_t, 8>{});
-      case 16: return copy(std::integral_constant<std::uint64_t, 16>{});
-      case 32: return copy(std::integral_constant<std::uint64_t, 32>{});
-      case 64: return copy(std::integral_constant<std::uint64_t, 64>{});
-      case 128: return copy(std::integral_constant<std::uint64_t, 128>{});
-      default: return copy(bytes);
-    }
+    copy_part(bytes, begin, end, count, source, target);
   });
+}
+
+// Rows that are not streamed are prefetched where they are written.
+template <class Source, class Target>
+void copy_piece(std::uint64_t rows, std::uint64_t bytes, bool streamed, std::uint64_t line, const Source& source,
+                const Target& target) {
+  if (rows == 0 || bytes == 0) return;
+  if (streamed) return stream_range(bytes, line, 0, rows, rows, source, target);
+  copy_part(bytes, 0, rows, rows, source, target);
 }
 
 void require_same(std::uint64_t rows, std::uint64_t places, std::string_view what) {
@@ -140,6 +155,19 @@ void scatter_rows(std::span<std::byte* const> rows, std::span<const std::uint32_
   require_same(rows.size(), sources.size(), "sources");
   copy_rows(
       rows.size(), row_bytes, 64, pool, [=](std::uint64_t i) { return in + sources[i] * row_bytes; },
+      [=](std::uint64_t i) { return rows[i]; });
+}
+
+void gather_piece(std::span<const std::byte* const> rows, std::uint64_t row_bytes, std::byte* out) {
+  const bool streamed = kCanStream && row_bytes % 16 == 0 && row_bytes >= 64 && aligned(out, 16);
+  copy_piece(
+      rows.size(), row_bytes, streamed, 16, [=](std::uint64_t i) { return rows[i]; },
+      [=](std::uint64_t i) { return out + i * row_bytes; });
+}
+
+void scatter_piece(std::span<std::byte* const> rows, std::uint64_t row_bytes, const std::byte* in) {
+  copy_piece(
+      rows.size(), row_bytes, kCanStream && row_bytes % 64 == 0, 64, [=](std::uint64_t i) { return in + i * row_bytes; },
       [=](std::uint64_t i) { return rows[i]; });
 }
 

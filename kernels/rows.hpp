@@ -30,6 +30,11 @@ void gather_rows_to(std::span<const std::byte* const> rows, std::span<const std:
 void scatter_rows(std::span<std::byte* const> rows, std::span<const std::uint32_t> sources, std::uint64_t row_bytes,
                   const std::byte* in, ThreadPool& pool);
 
+// gather_rows and scatter_rows of one thread's part, in rows that lie one behind the other in `out` and `in`, which are written past
+// the caches (gather: only where that is faster) and read from them.
+void gather_piece(std::span<const std::byte* const> rows, std::uint64_t row_bytes, std::byte* out);
+void scatter_piece(std::span<std::byte* const> rows, std::uint64_t row_bytes, const std::byte* in);
+
 // rows[u] += sum of in[p] over the group's positions p, in ascending order, for groups [first, first + rows.size()) of `batch`.
 // Sums are made in float (float16, bfloat16, float32), double (float64), or modulo 2^n (integers), begin with the first addend,
 // and are rounded to the row's dtype once, after the row has been added. `in` holds dim elements of `dtype` per position. The

@@ -4,6 +4,7 @@
 
 #include "base/checked.hpp"
 #include "store/table_impl.hpp"
+#include "store/whole_pages.hpp"
 
 namespace embermap {
 
@@ -14,34 +15,49 @@ void TableImpl::for_device_passes(const DeviceCall& call, Access access, CudaStr
                            .registered = pinned_.registered(),
                            .page_bytes = entry_.geometry.page_bytes(),
                            .rows_per_page = entry_.geometry.rows_per_page,
-                           .stride = entry_.geometry.stride};
+                           .stride = entry_.geometry.stride,
+                           .whole = pages_in_memory.whole()};
+  if (source.whole) return for_device_whole(call, source, access, stream, body);
+  // Passes.
   std::vector<std::uint32_t> frames(std::min<std::uint64_t>(batch.pages.size(), pages_in_memory.frames()));
   for (std::uint64_t first = 0; first < batch.pages.size();) {
     const std::uint64_t count = std::min<std::uint64_t>(frames.size(), batch.pages.size() - first);
     const std::span<std::uint32_t> places(frames.data(), count);
     const auto hold = pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
-    std::shared_lock<FairSharedMutex> reading(rows_, std::defer_lock);
-    std::unique_lock<FairSharedMutex> writing(rows_, std::defer_lock);
-    if (call.shared.owns_lock()) {
-      if (access == Access::kRead)
-        reading.lock();
-      else
-        writing.lock();
-    }
-    try {
-      body(source, first, places);
-    } catch (...) {
-      // Frames must not be given up while a kernel may still use them.
-      try {
-        call.engine.wait(stream);
-      } catch (const CudaError&) {
-        // the first error is the one to report
-      }
-      throw;
-    }
-    call.engine.wait(stream);
+    device_pass(call, access, stream, [&] { body(source, first, places); });
     first += count;
   }
+}
+
+void TableImpl::device_pass(const DeviceCall& call, Access access, CudaStream stream, const std::function<void()>& body) {
+  std::shared_lock<FairSharedMutex> reading(rows_, std::defer_lock);
+  std::unique_lock<FairSharedMutex> writing(rows_, std::defer_lock);
+  if (call.shared.owns_lock()) {
+    if (access == Access::kRead)
+      reading.lock();
+    else
+      writing.lock();
+  }
+  try {
+    body();
+  } catch (...) {
+    // Frames must not be given up while a kernel may still use them.
+    try {
+      call.engine.wait(stream);
+    } catch (const CudaError&) {
+      // the first error is the one to report
+    }
+    throw;
+  }
+  call.engine.wait(stream);
+}
+
+// Every page has its frame, and keeps it: what is not in memory is read while the device sorts.
+void TableImpl::for_device_whole(const DeviceCall& call, const FrameSource& source, Access access, CudaStream stream,
+                                 const DevicePass& body) {
+  const std::span<const std::int64_t> ids = call.batch->ids;
+  static_cast<WholePages&>(hot()).load_rows({reinterpret_cast<const std::uint64_t*>(ids.data()), ids.size()}, access);
+  device_pass(call, access, stream, [&] { body(source, 0, {}); });
 }
 
 TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
@@ -50,6 +66,10 @@ TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* id
     return engine.make_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
   };
   DeviceCall call{engine, side_by_side(), {}, nullptr};
+  if (count != 0 && hot().whole()) {
+    call.batch = engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, core_->compute, stream);
+    return call;
+  }
   call.batch = make();
   if (count == 0 || call.batch->pages.size() <= hot().frames()) return call;
   call.shared.unlock();
@@ -78,10 +98,13 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
   const Field& field = schema_.field(field_name);
   const DeviceCall call = begin_device(device, ids, count, stream);
   if (count == 0) return;
-  call.engine.reserve(*call.batch, field.offset, field.bytes, stream);
-  call.engine.assign(*call.batch, rows, stream);
+  bool assigned = false;
   for_device_passes(call, Access::kWrite, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
+                      if (!std::exchange(assigned, true)) {
+                        call.engine.reserve(*call.batch, field.offset, field.bytes, stream);
+                        call.engine.assign(*call.batch, rows, stream);
+                      }
                       call.engine.write_back(*call.batch, source, first, frames, core_->compute, stream);
                     });
   rows_written_ += count;

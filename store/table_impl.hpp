@@ -196,6 +196,10 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // the frames are held until the stream has passed. Where the call shares files_, rows_ is taken around the one stretch.
   using DevicePass = std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>)>;
   void for_device_passes(const DeviceCall& call, Access access, CudaStream stream, const DevicePass& body);
+  void for_device_whole(const DeviceCall& call, const FrameSource& source, Access access, CudaStream stream,
+                        const DevicePass& body);
+  // Calls body() with rows_ locked as the access demands, and waits for the stream.
+  void device_pass(const DeviceCall& call, Access access, CudaStream stream, const std::function<void()>& body);
 
   const std::shared_ptr<StoreCore> core_;
   const std::string name_;

@@ -169,10 +169,10 @@ std::optional<HotPages::Hold> WholePages::hold(std::span<const std::uint64_t> pa
   return Hold(this, 0, distinct, std::move(held_back));
 }
 
-void WholePages::load_rows(std::span<const std::uint64_t> ids) {
+void WholePages::load_rows(std::span<const std::uint64_t> ids, Access access) {
   std::vector<std::uint32_t> none;
   load(
-      ids.size(), Access::kRead, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); },
+      ids.size(), access, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); },
       [](std::uint64_t) { return false; }, none);
 }
 

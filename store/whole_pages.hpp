@@ -21,8 +21,9 @@ class WholePages final : public HotPages {
 
   std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
                            std::span<const std::uint8_t> replaced = {}) override;
-  // Makes the pages of these rows resident, for good: row `id` < the table's rows then lies at frame(0) + id * stride.
-  void load_rows(std::span<const std::uint64_t> ids);
+  // Makes the pages of these rows resident, for good: row `id` < the table's rows then lies at frame(0) + id * stride. With
+  // Access::kWrite they are marked dirty.
+  void load_rows(std::span<const std::uint64_t> ids, Access access = Access::kRead);
   Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) override;
   std::uint64_t promisable(std::uint64_t wanted, std::function<void()>) override { return wanted; }
   std::shared_ptr<const Expected> expect(std::span<const std::uint64_t>) override { return std::make_shared<Expected>(); }

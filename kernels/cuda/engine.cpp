@@ -13,8 +13,10 @@
 #include "kernels/batch.hpp"
 #include "kernels/cuda.hpp"
 #include "kernels/cuda/group_ids.hpp"
+#include "kernels/cuda/link.hpp"
 #include "kernels/cuda/memory.hpp"
 #include "kernels/cuda/row_copy.hpp"
+#include "kernels/cuda/row_move.hpp"
 #include "kernels/cuda/row_sum.hpp"
 #include "kernels/cuda/runtime.hpp"
 #include "kernels/rows.hpp"
@@ -24,36 +26,62 @@ namespace {
 
 using gpu::DeviceBuffer;
 using gpu::GroupHeader;
+using gpu::HostPlaces;
 using gpu::Layout;
+using gpu::LinkLane;
+using gpu::LinkLanes;
 using gpu::native;
 using gpu::PageEntry;
 using gpu::StagingPool;
 
 constexpr std::uint64_t kStagingPiece = 8 << 20;  // rows of an unregistered slab cross in pieces of this size, two in flight
+constexpr std::uint64_t kFewBytes = 1 << 20;        // are not worth waking threads for
+constexpr std::uint64_t kMostUnsettled = 1 << 30;   // of a working set with room for more rows than there may be
+constexpr unsigned kLanes = 4;  // batches whose rows are moved by threads at the same time
 constexpr std::uint64_t kFewPages = 1024;         // pages read back together with the counts, at least and
 constexpr std::uint64_t kManyPages = kStagingPiece / sizeof(PageEntry);  // at most
 
+// What batches go on using when their engine has ended.
+struct Shared {
+  explicit Shared(int device) : pool{device}, staging{device}, lanes{device, gpu::LinkShape{}, kLanes} {}
+  gpu::MemoryPool pool;
+  StagingPool staging;
+  LinkLanes lanes;
+};
+
 class DeviceBatch final : public CudaBatch {
  public:
+  ~DeviceBatch() override {
+    // The lane's chunks are for the next batch.
+    if (lane && !gpu::in_forked_child()) gpu::check_teardown(cudaStreamSynchronize(lane->stream()), "cudaStreamSynchronize");
+  }
   const void* engine = nullptr;
+  std::shared_ptr<Shared> shared;  // before all that comes from it
   cudaStream_t stream = nullptr;
   std::uint64_t rows_per_page = 0;
-  DeviceBuffer memory;  // the arrays of `groups`
+  bool wide_keys = false;
+  bool whole = false;     // made by begin_batch()
+  DeviceBuffer memory;    // `header` and the arrays of `groups`
+  GroupHeader* header = nullptr;  // of begin_batch()
   gpu::IdGroups groups;
+  StagingPool::Lease ids_on_host;
+  StagingPool::Lease keys_on_host;  // of a whole table: with the header before them
+  const void* host_keys = nullptr;  // distinct ids, ascending; once settled
+  bool settled = false;             // they are there
+  std::uint64_t claimed_at = 0;     // in `memory`: where the kernel counts
+  std::uint64_t key_bytes() const noexcept { return wide_keys ? sizeof(std::uint64_t) : sizeof(std::uint32_t); }
+  LinkLanes::Lease lane;  // once threads have moved rows
 
   DeviceBuffer working;  // distinct x bytes, from the first fetch or reserve on
   bool has_working = false;
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
 
-  // Copies of groups.page_index and groups.slots, made when rows go through the host.
-  std::vector<std::uint32_t> host_page_index;
-  std::vector<std::uint32_t> host_slots;
 };
 
 class Engine final : public CudaEngine {
  public:
-  explicit Engine(int device) : device_{device}, pool_{device}, staging_{device} {
+  explicit Engine(int device) : device_{device}, shared_{std::make_shared<Shared>(device)} {
     EMBERMAP_CUDA(cudaDeviceGetAttribute(&host_pointers_work_, cudaDevAttrCanUseHostPointerForRegisteredMem, device));
     EMBERMAP_CUDA(cudaDeviceGetAttribute(&pageable_access_, cudaDevAttrPageableMemoryAccess, device));
   }
@@ -62,6 +90,9 @@ class Engine final : public CudaEngine {
 
   std::unique_ptr<CudaBatch> make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                         std::uint64_t rows_per_page, const std::string& table, CudaStream stream) override;
+  std::unique_ptr<CudaBatch> begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                         std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
+                                         CudaStream stream) override;
   void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
              std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream) override;
   void reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) override;
@@ -72,6 +103,7 @@ class Engine final : public CudaEngine {
   void add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) override;
   void step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads, DType grad_dtype,
             CudaStream stream) override;
+  void set_mover(Mover mover) noexcept override { mover_ = mover; }
   void wait(CudaStream stream) override;
 
  private:
@@ -79,24 +111,32 @@ class Engine final : public CudaEngine {
   DeviceBatch& with_rows(CudaBatch& batch, CudaStream stream, const char* call) const;
   void need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t bytes, const char* call);
   void check_memory(const void* memory, const char* what) const;
+  std::unique_ptr<DeviceBatch> new_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                         std::uint64_t rows_per_page, const char* call, CudaStream stream);
+  void send_keys(DeviceBatch& batch, std::uint64_t most);
+  void settle(DeviceBatch& batch);
   void read_pages(DeviceBatch& batch, const GroupHeader& header, const PageEntry* entries, const PageEntry* first,
                   std::uint64_t have);
-  gpu::FrameRows frame_rows(const DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
-                            const std::uint32_t* frames, std::uint64_t pages) const;
+  struct Stretch;
+  gpu::RowMove move_of(const Stretch& stretch, const DeviceBuffer& frames, LinkLane* lane) const;
+  LinkLane* lane_for(DeviceBatch& batch, std::uint64_t rows, ThreadPool& pool);
+  void need_keys(DeviceBatch& batch);
   DeviceBuffer send_frames(std::span<const std::uint32_t> frames, cudaStream_t stream);
   bool zero_copy(const FrameSource& source) const { return source.registered && host_pointers_work_ != 0; }
-  void fetch_through_host(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
-                          std::span<const std::uint32_t> frames, ThreadPool& pool);
-  void write_back_through_host(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
-                               std::span<const std::uint32_t> frames, ThreadPool& pool);
+  void fetch_through_host(const Stretch& stretch, ThreadPool& pool);
+  void write_back_through_host(const Stretch& stretch, ThreadPool& pool);
   const std::byte* aligned_input(const DeviceBatch& batch, const std::byte* in, std::uint64_t bytes, std::uint64_t alignment,
                                  DeviceBuffer& copy) const;
 
   int device_;
   int host_pointers_work_ = 0;  // kernels reach registered memory under its host address
   int pageable_access_ = 0;     // kernels reach all host memory
-  gpu::MemoryPool pool_;
-  StagingPool staging_;
+  const std::shared_ptr<Shared> shared_;
+  gpu::MemoryPool& pool_ = shared_->pool;
+  StagingPool& staging_ = shared_->staging;
+  LinkLanes& lanes_ = shared_->lanes;
+  gpu::RowMoveShape shape_;
+  std::atomic<Mover> mover_{Mover::kAuto};
   std::atomic<std::uint64_t> expected_pages_{0};  // of the next batch: how many to read back before their number is known
 };
 
@@ -111,7 +151,7 @@ DeviceBatch& Engine::own(CudaBatch& batch, CudaStream stream, const char* call) 
 
 DeviceBatch& Engine::with_rows(CudaBatch& batch, CudaStream stream, const char* call) const {
   DeviceBatch& mine = own(batch, stream, call);
-  if (mine.distinct != 0 && !mine.has_working)
+  if (mine.count != 0 && !mine.has_working)
     throw InvalidArgument(fmt::format("{}: the batch has no rows yet; fetch or reserve them", call));
   return mine;
 }
@@ -133,32 +173,9 @@ std::unique_ptr<CudaBatch> Engine::make_batch(const std::int64_t* ids, std::uint
                                               std::uint64_t rows_per_page, const std::string& table, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "make_batch");
-  if (count > kMaxBatch)
-    throw InvalidArgument(fmt::format("a batch of {} ids: at most {} are possible in one call", count, kMaxBatch));
-  if (rows_per_page == 0 || rows_per_page > std::uint64_t{1} << 32)
-    throw InvalidArgument(fmt::format("make_batch: {} rows per page", rows_per_page));
-
-  auto batch = std::make_unique<DeviceBatch>();
-  batch->engine = this;
-  batch->stream = native(stream);
-  batch->rows_per_page = rows_per_page;
-  batch->count = count;
+  auto batch = new_batch(ids, count, rows, rows_per_page, "make_batch", stream);
   batch->page_starts = {0};
   if (count == 0) return batch;
-  check_memory(ids, "ids of a batch");
-
-  Layout layout;
-  const std::uint64_t inverse_at = layout.add(count, sizeof(std::uint32_t));
-  const std::uint64_t positions_at = layout.add(count, sizeof(std::uint32_t));
-  const std::uint64_t starts_at = layout.add(count + 1, sizeof(std::uint32_t));
-  const std::uint64_t page_index_at = layout.add(count, sizeof(std::uint32_t));
-  const std::uint64_t slots_at = layout.add(count, sizeof(std::uint32_t));
-  batch->memory = DeviceBuffer(pool_, layout.bytes(), batch->stream);
-  batch->groups = {.inverse = batch->memory.at<std::uint32_t>(inverse_at),
-                   .positions = batch->memory.at<std::uint32_t>(positions_at),
-                   .starts = batch->memory.at<std::uint32_t>(starts_at),
-                   .page_index = batch->memory.at<std::uint32_t>(page_index_at),
-                   .slots = batch->memory.at<std::uint32_t>(slots_at)};
 
   const std::uint64_t most_pages = std::max<std::uint64_t>(std::min(count, ceil_div(rows, rows_per_page)), 1);
   const DeviceBuffer result(pool_, sizeof(GroupHeader) + most_pages * sizeof(PageEntry), batch->stream);
@@ -191,6 +208,90 @@ std::unique_ptr<CudaBatch> Engine::make_batch(const std::int64_t* ids, std::uint
   return batch;
 }
 
+// What both ways of making a batch have in common: checks, and device memory for the groups.
+std::unique_ptr<DeviceBatch> Engine::new_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                               std::uint64_t rows_per_page, const char* call, CudaStream stream) {
+  if (count > kMaxBatch)
+    throw InvalidArgument(fmt::format("a batch of {} ids: at most {} are possible in one call", count, kMaxBatch));
+  if (rows_per_page == 0 || rows_per_page > std::uint64_t{1} << 32)
+    throw InvalidArgument(fmt::format("{}: {} rows per page", call, rows_per_page));
+
+  auto batch = std::make_unique<DeviceBatch>();
+  batch->engine = this;
+  batch->shared = shared_;
+  batch->stream = native(stream);
+  batch->rows_per_page = rows_per_page;
+  batch->wide_keys = gpu::wide_keys(rows);
+  batch->count = count;
+  if (count == 0) return batch;
+  check_memory(ids, "ids of a batch");
+
+  Layout layout;
+  const std::uint64_t inverse_at = layout.add(count, sizeof(std::uint32_t));
+  const std::uint64_t positions_at = layout.add(count, sizeof(std::uint32_t));
+  const std::uint64_t starts_at = layout.add(count + 1, sizeof(std::uint32_t));
+  const std::uint64_t page_index_at = layout.add(count, sizeof(std::uint32_t));
+  const std::uint64_t slots_at = layout.add(count, sizeof(std::uint32_t));
+  batch->claimed_at = layout.add(1, sizeof(unsigned long long));
+  const std::uint64_t header_at = layout.add(1, sizeof(GroupHeader));
+  const std::uint64_t keys_at = layout.add(count, batch->key_bytes());
+  batch->memory = DeviceBuffer(pool_, layout.bytes(), batch->stream);
+  batch->header = batch->memory.at<GroupHeader>(header_at);
+  batch->groups = {.inverse = batch->memory.at<std::uint32_t>(inverse_at),
+                   .positions = batch->memory.at<std::uint32_t>(positions_at),
+                   .starts = batch->memory.at<std::uint32_t>(starts_at),
+                   .page_index = batch->memory.at<std::uint32_t>(page_index_at),
+                   .slots = batch->memory.at<std::uint32_t>(slots_at),
+                   .keys = batch->memory.at<std::byte>(keys_at)};
+  return batch;
+}
+
+std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                               std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
+                                               CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  gpu::refuse_capture(native(stream), "begin_batch");
+  auto batch = new_batch(ids, count, rows, rows_per_page, "begin_batch", stream);
+  batch->whole = true;
+  if (count == 0) return batch;
+
+  batch->ids_on_host = staging_.acquire(count * sizeof(std::int64_t), batch->stream);
+  EMBERMAP_CUDA(
+      cudaMemcpyAsync(batch->ids_on_host.data(), ids, count * sizeof(std::int64_t), cudaMemcpyDefault, batch->stream));
+  batch->ids_on_host.mark();
+  gpu::group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, batch->header, nullptr, pool_,
+                 batch->stream);
+  send_keys(*batch, count);
+
+  batch->ids_on_host.wait();
+  batch->ids = {reinterpret_cast<const std::int64_t*>(batch->ids_on_host.data()), count};
+  if (const auto bad = first_bad_id(batch->ids, rows, pool)) throw RowIdError(table, batch->ids[*bad], *bad, rows);
+  return batch;
+}
+
+// The header and `most` keys on their way to the host.
+void Engine::send_keys(DeviceBatch& batch, std::uint64_t most) {
+  const auto begin =
+      static_cast<std::uint64_t>(static_cast<std::byte*>(batch.groups.keys) - reinterpret_cast<std::byte*>(batch.header));
+  const std::uint64_t bytes = begin + most * batch.key_bytes();
+  batch.keys_on_host = staging_.acquire(bytes, batch.stream);
+  EMBERMAP_CUDA(cudaMemcpyAsync(batch.keys_on_host.data(), batch.header, bytes, cudaMemcpyDeviceToHost, batch.stream));
+  batch.keys_on_host.mark();
+  batch.host_keys = batch.keys_on_host.data() + begin;
+}
+
+// Waits for what send_keys() sent.
+void Engine::settle(DeviceBatch& batch) {
+  if (batch.settled) return;
+  batch.keys_on_host.wait();
+  if (batch.whole) {
+    GroupHeader counts{};
+    std::memcpy(&counts, batch.keys_on_host.data(), sizeof counts);
+    batch.distinct = counts.distinct;
+  }
+  batch.settled = true;
+}
+
 // Fills batch.pages and page_starts: `have` entries are at `first` in host memory, all are at `entries` in device memory.
 void Engine::read_pages(DeviceBatch& batch, const GroupHeader& header, const PageEntry* entries, const PageEntry* first,
                         std::uint64_t have) {
@@ -218,7 +319,8 @@ void Engine::read_pages(DeviceBatch& batch, const GroupHeader& header, const Pag
   staging.settled();
 }
 
-// The working set for rows of `bytes` at `offset`, made if it is not there.
+// The working set for rows of `bytes` at `offset`, made if it is not there. As long as nobody knows how many rows there are it has
+// room for one per id.
 void Engine::need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t bytes, const char* call) {
   if (bytes == 0) throw InvalidArgument(fmt::format("{}: rows of 0 bytes", call));
   if (batch.has_working) {
@@ -227,7 +329,9 @@ void Engine::need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t b
                                         bytes, batch.offset, batch.bytes));
     return;
   }
-  batch.working = DeviceBuffer(pool_, checked_mul(batch.distinct, bytes, "working set of a batch"), batch.stream);
+  if (batch.whole && !batch.settled && bytes > kMostUnsettled / batch.count) settle(batch);
+  const std::uint64_t rows = batch.whole && !batch.settled ? batch.count : batch.distinct;
+  batch.working = DeviceBuffer(pool_, checked_mul(rows, bytes, "working set of a batch"), batch.stream);
   batch.offset = offset;
   batch.bytes = bytes;
   batch.has_working = true;
@@ -235,24 +339,9 @@ void Engine::need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t b
 
 void Engine::reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
-  need_rows(own(batch, stream, "reserve"), offset, bytes, "reserve");
-}
-
-// Describes the rows of pages [first_page, first_page + pages). `frames` is only passed on.
-gpu::FrameRows Engine::frame_rows(const DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
-                                  const std::uint32_t* frames, std::uint64_t pages) const {
-  const std::uint64_t begin = batch.page_starts[first_page];
-  return {.slab = source.slab,
-          .page_bytes = source.page_bytes,
-          .stride = source.stride,
-          .offset = batch.offset,
-          .row_bytes = batch.bytes,
-          .page_index = batch.groups.page_index + begin,
-          .slots = batch.groups.slots + begin,
-          .frames = frames,
-          .first_page = static_cast<std::uint32_t>(first_page),
-          .working = batch.working.data() + begin * batch.bytes,
-          .rows = batch.page_starts[first_page + pages] - begin};
+  DeviceBatch& mine = own(batch, stream, "reserve");
+  if (mine.whole && mine.count == 0) return;
+  need_rows(mine, offset, bytes, "reserve");
 }
 
 namespace {
@@ -261,9 +350,13 @@ namespace {
 // records in its frame.
 void check_source(const DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page, std::uint64_t pages,
                   std::uint64_t offset, std::uint64_t bytes, const char* call) {
-  if (first_page > batch.pages.size() || pages > batch.pages.size() - first_page)
+  if (batch.whole != source.whole)
+    throw InvalidArgument(fmt::format("{}: the batch was made for {}, the frames are of {}", call,
+                                      batch.whole ? "a whole table" : "some pages", source.whole ? "a whole table" : "some pages"));
+  if (batch.whole ? first_page != 0 || pages != 0
+                  : first_page > batch.pages.size() || pages > batch.pages.size() - first_page)
     throw InvalidArgument(fmt::format("{}: pages [{}, +{}) of a batch with {}", call, first_page, pages, batch.pages.size()));
-  if (pages == 0) return;
+  if (pages == 0 && !batch.whole) return;
   if (source.slab == nullptr) throw InvalidArgument(fmt::format("{}: no slab", call));
   if (source.rows_per_page != batch.rows_per_page)
     throw InvalidArgument(
@@ -287,27 +380,138 @@ DeviceBuffer Engine::send_frames(std::span<const std::uint32_t> frames, cudaStre
   return out;
 }
 
+// Some of a batch's rows on one of their ways.
+struct Engine::Stretch {
+  Stretch(DeviceBatch& of, const FrameSource& from, std::uint64_t first_page, std::span<const std::uint32_t> in_frames)
+      : batch{of}, source{from}, frames{in_frames} {
+    if (!batch.whole) {
+      starts = std::span(batch.page_starts).subspan(first_page, frames.size() + 1);
+      begin = starts.front();
+    }
+    first = first_page;
+    working = batch.working.data() + begin * batch.bytes;
+  }
+  // Exact once the batch is settled.
+  std::uint64_t rows() const {
+    if (batch.whole) return batch.settled ? batch.distinct : batch.count;
+    return starts.back() - begin;
+  }
+  HostPlaces host_places() const {
+    const auto* const keys = static_cast<const std::byte*>(batch.host_keys) + begin * batch.key_bytes();
+    if (batch.whole) return {source, keys, batch.wide_keys, batch.offset};
+    return {source, keys, batch.wide_keys, batch.offset, starts, frames};
+  }
+
+  DeviceBatch& batch;
+  const FrameSource& source;
+  std::span<const std::uint32_t> frames;
+  std::span<const std::uint64_t> starts;
+  std::uint64_t begin = 0;  // its first row
+  std::uint64_t first = 0;  // its first page
+  std::byte* working = nullptr;
+};
+
+gpu::RowMove Engine::move_of(const Stretch& s, const DeviceBuffer& frames, LinkLane* lane) const {
+  const DeviceBatch& batch = s.batch;
+  return {.places = {.slab = s.source.slab,
+                     .page_bytes = s.source.page_bytes,
+                     .stride = s.source.stride,
+                     .offset = batch.offset,
+                     .row_bytes = batch.bytes,
+                     .whole = batch.whole,
+                     .keys = batch.groups.keys,
+                     .wide_keys = batch.wide_keys,
+                     .rows_per_page = s.source.rows_per_page,
+                     .page_index = batch.groups.page_index + s.begin,
+                     .slots = batch.groups.slots + s.begin,
+                     .frames = frames.at<std::uint32_t>(0),
+                     .first_page = static_cast<std::uint32_t>(s.first)},
+          .working = s.working,
+          .rows = s.rows(),
+          .exact = batch.whole && !batch.settled ? &batch.header->distinct : nullptr,
+          .claimed = lane != nullptr ? lane->claimed() : batch.memory.at<unsigned long long>(batch.claimed_at),
+          .meeting = lane != nullptr ? lane->meeting() : nullptr};
+}
+
+// A lane for the batch, set up for a new transfer; null if threads are to have no part in it.
+LinkLane* Engine::lane_for(DeviceBatch& batch, std::uint64_t rows, ThreadPool& pool) {
+  const Mover mover = mover_.load(std::memory_order_relaxed);
+  if (mover == Mover::kKernel || batch.bytes > lanes_.shape().chunk_bytes) return nullptr;
+  if (mover == Mover::kAuto && rows * batch.bytes < kFewBytes) return nullptr;
+  (void)pool;
+  if (!batch.lane) {
+    LinkLanes::Lease lease = lanes_.acquire();
+    if (!lease) return nullptr;
+    batch.lane = std::move(lease);
+  }
+  LinkLane* const lane = &*batch.lane;
+  EMBERMAP_CUDA(cudaStreamSynchronize(lane->stream()));  // its chunks are free
+  *lane->meeting() = {.host_low = std::numeric_limits<std::int64_t>::max(), .kernel_high = 0};
+  return lane;
+}
+
 void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
                    std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = own(batch, stream, "fetch");
+  if (mine.count == 0) return;
   check_source(mine, source, first_page, frames.size(), offset, bytes, "fetch");
   need_rows(mine, offset, bytes, "fetch");
-  if (frames.empty()) return;
-  if (!zero_copy(source)) return fetch_through_host(mine, source, first_page, frames, pool);
-  const DeviceBuffer on_device = send_frames(frames, mine.stream);
-  gpu::copy_from_frames(frame_rows(mine, source, first_page, on_device.at<std::uint32_t>(0), frames.size()), mine.stream);
+  if (frames.empty() && !mine.whole) return;
+  const Stretch stretch(mine, source, first_page, frames);
+  if (!zero_copy(source)) return fetch_through_host(stretch, pool);
+
+  ++mine.moved.batches;
+  LinkLane* const lane = lane_for(mine, stretch.rows(), pool);
+  const bool alone = lane != nullptr && mover_ == Mover::kThreads;
+  DeviceBuffer on_device;
+  if (!mine.whole) {
+    if (lane != nullptr) need_keys(mine);
+    if (!alone) on_device = send_frames(frames, mine.stream);
+  }
+  if (lane != nullptr) lane->follow(mine.stream);
+  if (!alone) gpu::move_from_frames(move_of(stretch, on_device, lane), shape_, mine.stream);
+  std::uint64_t low = stretch.rows();
+  if (lane != nullptr) {
+    settle(mine);
+    const std::uint64_t rows = stretch.rows();
+    std::atomic_ref(lane->meeting()->host_low).store(static_cast<std::int64_t>(rows), std::memory_order_release);
+    low = gpu::fetch_by_threads(*lane, stretch.host_places(), rows, mine.bytes, stretch.working, alone, pool);
+    lane->lead(mine.stream);
+    mine.moved.thread_rows += rows - low;
+  }
+  mine.moved.kernel_rows += low;
 }
 
 void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
                         std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = with_rows(batch, stream, "write_back");
+  if (mine.count == 0) return;
   check_source(mine, source, first_page, frames.size(), mine.offset, mine.bytes, "write_back");
-  if (frames.empty()) return;
-  if (!zero_copy(source)) return write_back_through_host(mine, source, first_page, frames, pool);
-  const DeviceBuffer on_device = send_frames(frames, mine.stream);
-  gpu::copy_to_frames(frame_rows(mine, source, first_page, on_device.at<std::uint32_t>(0), frames.size()), mine.stream);
+  if (frames.empty() && !mine.whole) return;
+  const Stretch stretch(mine, source, first_page, frames);
+  if (!zero_copy(source)) return write_back_through_host(stretch, pool);
+
+  ++mine.moved.batches;
+  LinkLane* const lane = lane_for(mine, stretch.rows(), pool);
+  const bool alone = lane != nullptr && mover_ == Mover::kThreads;
+  DeviceBuffer on_device;
+  if (!mine.whole) {
+    if (lane != nullptr) need_keys(mine);
+    if (!alone) on_device = send_frames(frames, mine.stream);
+  }
+  if (lane != nullptr) lane->follow(mine.stream);
+  if (!alone) gpu::move_to_frames(move_of(stretch, on_device, lane), shape_, mine.stream);
+  std::uint64_t low = stretch.rows();
+  if (lane != nullptr) {
+    settle(mine);
+    const std::uint64_t rows = stretch.rows();
+    std::atomic_ref(lane->meeting()->host_low).store(static_cast<std::int64_t>(rows), std::memory_order_release);
+    low = gpu::store_by_threads(*lane, stretch.host_places(), rows, mine.bytes, stretch.working, alone, pool);
+    mine.moved.thread_rows += rows - low;
+  }
+  mine.moved.kernel_rows += low;
 }
 
 namespace {
@@ -315,65 +519,57 @@ namespace {
 // Rows of an unregistered slab on their way through host memory, in pieces.
 class HostPieces {
  public:
-  HostPieces(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
-             ThreadPool& pool)
-      : batch_{batch},
-        source_{source},
-        first_page_{first_page},
-        frames_{frames},
+  HostPieces(const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes, std::byte* working, ThreadPool& pool)
+      : places_{places},
+        rows_{rows},
+        row_bytes_{row_bytes},
+        working_{working},
         pool_{pool},
-        begin_{batch.page_starts[first_page]},
-        end_{batch.page_starts[first_page + frames.size()]},
-        piece_{std::clamp<std::uint64_t>(kStagingPiece / batch.bytes, 1, end_ - begin_)} {
-    if (batch.host_slots.empty()) {
-      std::vector<std::uint32_t> page_index(batch.distinct);
-      std::vector<std::uint32_t> slots(batch.distinct);
-      const std::uint64_t bytes = batch.distinct * sizeof(std::uint32_t);
-      EMBERMAP_CUDA(cudaMemcpyAsync(page_index.data(), batch.groups.page_index, bytes, cudaMemcpyDeviceToHost, batch.stream));
-      EMBERMAP_CUDA(cudaMemcpyAsync(slots.data(), batch.groups.slots, bytes, cudaMemcpyDeviceToHost, batch.stream));
-      EMBERMAP_CUDA(cudaStreamSynchronize(batch.stream));
-      batch.host_page_index = std::move(page_index);
-      batch.host_slots = std::move(slots);
-    }
-    addresses_.resize(piece_);
-  }
+        piece_{std::clamp<std::uint64_t>(kStagingPiece / row_bytes, 1, rows)},
+        addresses_(piece_) {}
 
-  std::uint64_t pieces() const { return ceil_div(end_ - begin_, piece_); }
-  std::uint64_t piece_bytes() const { return piece_ * batch_.bytes; }
-  std::uint64_t bytes(std::uint64_t piece) const { return rows(piece) * batch_.bytes; }
-  std::byte* working(std::uint64_t piece) const { return batch_.working.data() + first(piece) * batch_.bytes; }
+  std::uint64_t pieces() const { return ceil_div(rows_, piece_); }
+  std::uint64_t piece_bytes() const { return piece_ * row_bytes_; }
+  std::uint64_t bytes(std::uint64_t piece) const { return rows(piece) * row_bytes_; }
+  std::byte* working(std::uint64_t piece) const { return working_ + piece * piece_ * row_bytes_; }
 
   // Host addresses of the records of a piece; valid until the next call.
   std::span<std::byte* const> addresses(std::uint64_t piece) {
-    const std::uint64_t from = first(piece);
-    const std::uint64_t count = rows(piece);
-    pool_.parallel_for(count, 16384, [&](std::uint64_t begin, std::uint64_t end) {
-      for (std::uint64_t i = begin; i < end; ++i) {
-        const std::uint64_t frame = frames_[batch_.host_page_index[from + i] - first_page_];
-        addresses_[i] = source_.slab + frame * source_.page_bytes + batch_.host_slots[from + i] * source_.stride + batch_.offset;
-      }
+    const std::uint64_t from = piece * piece_;
+    pool_.parallel_for(rows(piece), 16384, [&](std::uint64_t begin, std::uint64_t end) {
+      places_.addresses(from + begin, from + end, addresses_.data() + begin);
     });
-    return {addresses_.data(), count};
+    return {addresses_.data(), rows(piece)};
   }
 
  private:
-  std::uint64_t first(std::uint64_t piece) const { return begin_ + piece * piece_; }
-  std::uint64_t rows(std::uint64_t piece) const { return std::min(piece_, end_ - first(piece)); }
+  std::uint64_t rows(std::uint64_t piece) const { return std::min(piece_, rows_ - piece * piece_); }
 
-  DeviceBatch& batch_;
-  const FrameSource& source_;
-  std::uint64_t first_page_;
-  std::span<const std::uint32_t> frames_;
+  const HostPlaces places_;
+  const std::uint64_t rows_, row_bytes_;
+  std::byte* const working_;
   ThreadPool& pool_;
-  std::uint64_t begin_, end_, piece_;  // rows
+  const std::uint64_t piece_;  // rows
   std::vector<std::byte*> addresses_;
 };
 
 }  // namespace
 
-void Engine::fetch_through_host(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
-                                std::span<const std::uint32_t> frames, ThreadPool& pool) {
-  HostPieces rows(batch, source, first_page, frames, pool);
+// A batch with pages has no header on the host, and its keys only when they are asked for.
+void Engine::need_keys(DeviceBatch& batch) {
+  if (batch.settled || batch.host_keys != nullptr) return;
+  const std::uint64_t bytes = batch.distinct * batch.key_bytes();
+  batch.keys_on_host = staging_.acquire(bytes, batch.stream);
+  EMBERMAP_CUDA(cudaMemcpyAsync(batch.keys_on_host.data(), batch.groups.keys, bytes, cudaMemcpyDeviceToHost, batch.stream));
+  batch.keys_on_host.mark();
+  batch.host_keys = batch.keys_on_host.data();
+}
+
+void Engine::fetch_through_host(const Stretch& stretch, ThreadPool& pool) {
+  DeviceBatch& batch = stretch.batch;
+  need_keys(batch);
+  settle(batch);
+  HostPieces rows(stretch.host_places(), stretch.rows(), batch.bytes, stretch.working, pool);
   std::array<StagingPool::Lease, 2> staging;
   for (std::uint64_t piece = 0; piece < rows.pieces(); ++piece) {
     StagingPool::Lease& lease = staging[piece % 2];
@@ -388,11 +584,14 @@ void Engine::fetch_through_host(DeviceBatch& batch, const FrameSource& source, s
   }
   EMBERMAP_CUDA(cudaStreamSynchronize(batch.stream));
   for (StagingPool::Lease& lease : staging) lease.settled();
+  batch.moved.pageable_rows += stretch.rows();
 }
 
-void Engine::write_back_through_host(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
-                                     std::span<const std::uint32_t> frames, ThreadPool& pool) {
-  HostPieces rows(batch, source, first_page, frames, pool);
+void Engine::write_back_through_host(const Stretch& stretch, ThreadPool& pool) {
+  DeviceBatch& batch = stretch.batch;
+  need_keys(batch);
+  settle(batch);
+  HostPieces rows(stretch.host_places(), stretch.rows(), batch.bytes, stretch.working, pool);
   std::array<StagingPool::Lease, 2> staging;
   const auto bring = [&](std::uint64_t piece) {
     StagingPool::Lease& lease = staging[piece % 2];
@@ -411,6 +610,7 @@ void Engine::write_back_through_host(DeviceBatch& batch, const FrameSource& sour
     scatter_rows(to, std::span(sources).first(to.size()), batch.bytes, lease.data(), pool);
   }
   for (StagingPool::Lease& lease : staging) lease.settled();
+  batch.moved.pageable_rows += stretch.rows();
 }
 
 void Engine::expand(CudaBatch& batch, std::byte* out, CudaStream stream) {
@@ -423,8 +623,9 @@ void Engine::expand(CudaBatch& batch, std::byte* out, CudaStream stream) {
 
 void Engine::assign(CudaBatch& batch, const std::byte* in, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
-  const DeviceBatch& mine = with_rows(batch, stream, "assign");
+  DeviceBatch& mine = with_rows(batch, stream, "assign");
   if (mine.count == 0) return;
+  if (mine.whole) settle(mine);
   check_memory(in, "input of assign");
   gpu::assign_rows(mine.working.data(), mine.groups.positions, mine.groups.starts, mine.distinct, mine.bytes, in, mine.stream);
 }
@@ -440,8 +641,9 @@ const std::byte* Engine::aligned_input(const DeviceBatch& batch, const std::byte
 
 void Engine::add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
-  const DeviceBatch& mine = with_rows(batch, stream, "add");
+  DeviceBatch& mine = with_rows(batch, stream, "add");
   if (mine.count == 0) return;
+  if (mine.whole) settle(mine);
   const std::uint64_t row_bytes = checked_mul(dim, item_size(dtype), "bytes of a row");
   if (row_bytes != mine.bytes)
     throw InvalidArgument(fmt::format("add: {} x {} on rows of {} bytes", dim, dtype_name(dtype), mine.bytes));
@@ -455,7 +657,8 @@ void Engine::add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::by
 void Engine::step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads,
                   DType grad_dtype, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
-  const DeviceBatch& mine = with_rows(batch, stream, "step");
+  DeviceBatch& mine = with_rows(batch, stream, "step");
+  if (mine.whole && mine.count != 0) settle(mine);
   const bool half = layout.dtype == DType::kFloat16 || layout.dtype == DType::kBFloat16;
   if (!is_floating(layout.dtype))
     throw DTypeError(fmt::format("step: rows of dtype {} cannot be trained", dtype_name(layout.dtype)));

@@ -67,7 +67,7 @@ void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows
 
 void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
                const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream) {
-  if (rows <= std::uint64_t{1} << 32)
+  if (!wide_keys(rows))
     group_keys<std::uint32_t>(ids, count, rows, rows_per_page, groups, header, entries, pool, stream);
   else
     group_keys<std::uint64_t>(ids, count, rows, rows_per_page, groups, header, entries, pool, stream);

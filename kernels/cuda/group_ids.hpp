@@ -16,7 +16,11 @@ struct IdGroups {
   std::uint32_t* starts = nullptr;      // [count + 1], of which distinct + 1 are used
   std::uint32_t* page_index = nullptr;  // [count], of which distinct are used: place of its page among the distinct pages
   std::uint32_t* slots = nullptr;       // likewise: its row inside the page
+  void* keys = nullptr;                 // likewise: the id, std::uint32_t or std::uint64_t, see wide_keys()
 };
+
+// Whether ids of a table with so many rows are kept as std::uint64_t.
+constexpr bool wide_keys(std::uint64_t rows) { return rows > std::uint64_t{1} << 32; }
 
 // What the host has to know of a batch: a header followed by the distinct pages, ascending, each with its first distinct id.
 struct GroupHeader {
@@ -32,7 +36,7 @@ struct PageEntry {
 inline constexpr std::uint64_t kNoBadId = ~std::uint64_t{0};
 
 // Fills `groups`, `header` and `entries` (device memory, as `ids`); entries has room for min(count, pages of the table), at
-// least 1. Preconditions: count > 0, 0 < rows_per_page <= 2^32. Enqueues.
+// least 1, or is null. Preconditions: count > 0, 0 < rows_per_page <= 2^32. Enqueues.
 void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
                const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream);
 

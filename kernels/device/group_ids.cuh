@@ -68,9 +68,10 @@ __global__ void __launch_bounds__(256)
       const Key key = keys[j];
       const Key page = page_of(key);
       groups.starts[group] = static_cast<std::uint32_t>(j);
+      static_cast<Key*>(groups.keys)[group] = key;
       groups.page_index[group] = page_index;
       groups.slots[group] = static_cast<std::uint32_t>(key - static_cast<Key>(page * page_of.rows_per_page));
-      if (here >> 32 != before >> 32) entries[page_index] = PageEntry{page, group};
+      if (entries != nullptr && here >> 32 != before >> 32) entries[page_index] = PageEntry{page, group};
     }
     if (j == count - 1) {
       groups.starts[group + 1U] = static_cast<std::uint32_t>(count);

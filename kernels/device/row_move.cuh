@@ -1,0 +1,123 @@
+// The kernel that moves records over the link. Its warps take a few rows at a time from a common counter, in ascending order, so
+// that the host addresses in use at any moment lie close together: translating them is what limits it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/cuda/row_move.hpp"
+#include "kernels/device/group_ids.cuh"
+#include "kernels/device/row_tiles.cuh"
+
+namespace embermap::gpu::device {
+
+struct FramePlaces {
+  std::byte* slab;  // with the offset of the bytes in a record
+  std::uint64_t page_bytes, stride;
+  const std::uint32_t* page_index;
+  const std::uint32_t* slots;
+  const std::uint32_t* frames;
+  std::uint32_t first_page;
+
+  __device__ std::byte* operator()(std::uint64_t row) const {
+    return slab + std::uint64_t{frames[page_index[row] - first_page]} * page_bytes + slots[row] * stride;
+  }
+};
+
+template <class Key>
+struct WholePlaces {
+  std::byte* slab;
+  std::uint64_t page_bytes, stride;
+  const Key* keys;
+  PageOf page_of;
+  std::uint64_t page_gap;  // page_bytes - rows_per_page * stride
+
+  __device__ std::byte* operator()(std::uint64_t row) const {
+    const std::uint64_t id = keys[row];
+    std::byte* const even = slab + id * stride;
+    return page_gap == 0 ? even : even + page_of(id) * page_gap;
+  }
+};
+
+// How many elements of a row a lane has in flight.
+inline constexpr int kMoveSteps = 4;
+
+// `length` elements of type V a row, which has t.tiles tiles. `line_mask` is 127 where rows may begin inside a 128-byte line and
+// lanes are enough to cover one: the lanes then start at the line's beginning, the first ones idle, so that each request of the
+// group is whole lines of host memory; `t` has been made for the longer row. Otherwise it is 0.
+template <class V, bool kFromHost, class Places>
+__global__ void __launch_bounds__(1024)
+    move_rows(Places places, std::byte* working, std::uint64_t row_bytes, RowTiles t, std::uint64_t length,
+              std::uint32_t line_mask, std::uint64_t rows, const std::uint64_t* exact, std::uint32_t claim_rows,
+              unsigned long long* claimed, MeetingPoint* meeting) {
+  constexpr unsigned kAll = 0xFFFFFFFFU;
+  const std::uint32_t lane = threadIdx.x & 31U;
+  const std::uint32_t lanes = 1U << t.lanes_log2;
+  const std::uint32_t lane_of_group = lane & (lanes - 1U);
+  const std::uint32_t group = lane >> t.lanes_log2;
+  const std::uint32_t groups = 32U >> t.lanes_log2;
+  if (exact != nullptr && *exact < rows) rows = *exact;
+
+  // One thread of a block looks at the host's mark, one of the grid shows the kernel's: marks that all warps read and wrote would
+  // keep the link busier than the rows do (each is a line that goes to and fro between the processor and the device).
+  __shared__ volatile long long low;
+  const bool looks = threadIdx.x == 0 && meeting != nullptr;
+  const auto look = [&]() -> long long {
+    return looks ? *static_cast<volatile std::int64_t*>(&meeting->host_low) : 0x7FFFFFFFFFFFFFFFLL;
+  };
+  if (threadIdx.x == 0) low = look();
+  __syncthreads();
+  const auto claim = [&]() -> unsigned long long { return lane == 0 ? atomicAdd(claimed, claim_rows) : 0ULL; };
+
+  std::uint64_t first = __shfl_sync(kAll, claim(), 0);
+  while (first < rows && static_cast<long long>(first) < low) {
+    // In flight while rows are copied.
+    const unsigned long long next_claim = claim();
+    const long long next_low = look();
+    const std::uint64_t end = min(first + claim_rows, rows);
+    if (looks && blockIdx.x == 0) *static_cast<volatile std::uint64_t*>(&meeting->kernel_high) = end;
+
+    const std::uint64_t items = (end - first) * t.tiles;
+    std::uint64_t item = group;
+    if (item < items) {
+      RowTile place(t, item);
+      std::byte* host = places(first + place.row);
+      for (;;) {
+        std::byte* const mine = working + (first + place.row) * row_bytes;
+        const auto skew = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(host) & line_mask) / sizeof(V);
+        // May wrap below 0 for idle lanes; it is then larger than any length.
+        const std::uint64_t column = place.tile * (std::uint64_t{lanes} * kMoveSteps) + lane_of_group - skew;
+        const V* const from = reinterpret_cast<const V*>(kFromHost ? host : mine);
+        V* const to = reinterpret_cast<V*>(kFromHost ? mine : host);
+        V held[kMoveSteps];
+#pragma unroll
+        for (int s = 0; s < kMoveSteps; ++s) {
+          const std::uint64_t i = column + static_cast<std::uint64_t>(s) * lanes;
+          if (i < length) held[s] = from[i];
+        }
+        // The next row's address comes from dependent loads: fetched while this row is under way.
+        item += groups;
+        const bool more = item < items;
+        RowTile next_place = place;
+        std::byte* next_host = host;
+        if (more) {
+          next_place = RowTile(t, item);
+          next_host = places(first + next_place.row);
+        }
+#pragma unroll
+        for (int s = 0; s < kMoveSteps; ++s) {
+          const std::uint64_t i = column + static_cast<std::uint64_t>(s) * lanes;
+          if (i < length) to[i] = held[s];
+        }
+        if (!more) break;
+        place = next_place;
+        host = next_host;
+      }
+    }
+    __syncwarp();
+    first = __shfl_sync(kAll, next_claim, 0);
+    if (looks) low = next_low;
+  }
+}
+
+}  // namespace embermap::gpu::device
