@@ -1,0 +1,326 @@
+"""A training step of the shape of Lit2Vec2, a real user's of SpeedTorch.
+
+Two tables of 2,829,854 rows x 400; a step looks up 128 targets in one and 132 contexts for each in
+the other, 4 drawn evenly and 128 log-uniformly, and takes dot products, binary cross-entropy of the
+logits, gradients, and a step of Adagrad.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from . import movers
+from .device import Device, HostMemory
+
+LR = 0.01
+EPS = 1e-6  # so large that gradients next to 0, whose last bits differ, do not change the step
+SALTS = (3, 4)  # of the rows of the two tables
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of both tables, and of a step."""
+
+    rows: int
+    dim: int
+    targets: int
+    even: int  # contexts of a target
+    skewed: int
+
+    @property
+    def contexts(self) -> int:
+        """Of a target."""
+        return self.even + self.skewed
+
+    @property
+    def bytes(self) -> int:
+        """Of the weights of one table."""
+        return self.rows * self.dim * 4
+
+
+LIT2VEC2 = Shape(2_829_854, 400, 128, 4, 128)
+QUICK = Shape(20_011, 24, 16, 4, 12)
+
+
+@dataclass
+class Batch:
+    """Ids of a step, on the device, and as arrays of CuPy where there is one."""
+
+    targets: Tensor  # (targets,)
+    contexts: Tensor  # (targets, contexts)
+    arrays: tuple[Any, Any]  # flat
+
+
+def _batch(device: Device, targets: Any, contexts: Any) -> Batch:
+    there = [torch.from_numpy(ids).to(device.torch_name) for ids in (targets, contexts)]
+    arrays = (None, None)
+    if device.arrays() is None:
+        arrays = (device.array(there[0]), device.array(there[1].reshape(-1)))
+    return Batch(there[0], there[1], arrays)
+
+
+def batch_of(shape: Shape, device: Device, number: int) -> Batch:
+    """The ids of step `number`."""
+    rng = np.random.default_rng([17, number])
+    even = rng.integers(0, shape.rows, (shape.targets, shape.even))
+    drawn = np.exp(rng.random((shape.targets, shape.skewed)) * np.log(shape.rows + 1.0))
+    skewed = np.minimum(drawn.astype(np.int64) - 1, shape.rows - 1)
+    targets = rng.integers(0, shape.rows, shape.targets)
+    return _batch(device, targets, np.concatenate([even, skewed], axis=1))
+
+
+def distinct_batch(shape: Shape, device: Device) -> Batch:
+    """Ids none of which comes twice: what SpeedTorch's way does with those is of its own."""
+    rng = np.random.default_rng(23)
+    contexts = rng.choice(shape.rows, shape.targets * shape.contexts, replace=False)
+    targets = rng.choice(shape.rows, shape.targets, replace=False)
+    return _batch(device, targets, contexts.reshape(shape.targets, shape.contexts))
+
+
+def loss_of(targets: Tensor, contexts: Tensor, even: int) -> Tensor:
+    """Of rows (targets, dim) and (targets, contexts, dim): the first `even` are true ones."""
+    scores = torch.bmm(contexts, targets.unsqueeze(2)).squeeze(2)
+    logits = torch.cat([scores[:, :even], -scores[:, even:]], dim=1)
+    losses = nn.functional.binary_cross_entropy_with_logits(
+        logits, torch.ones_like(logits), reduction="none"
+    )
+    return losses.sum(1).mean()
+
+
+def adagrad(weights: Tensor, sums: Tensor, grads: Tensor) -> None:
+    """One step in place."""
+    sums.addcmul_(grads, grads)
+    weights.addcdiv_(grads, sums.sqrt().add_(EPS), value=-LR)
+
+
+class Step(ABC):
+    """Two tables with Adagrad's sums, which take steps."""
+
+    name: str
+    way: type[movers.Way]  # it is measured where that one is
+
+    def __init__(self, device: Device, folder: Path, shape: Shape, threads: int) -> None:
+        """The tables hold their initial rows, the sums zeros."""
+        self.device, self.folder, self.shape, self.threads = device, folder, shape, threads
+
+    @classmethod
+    def host_bytes(cls, shape: Shape) -> int:
+        """Host memory that it takes."""
+        return 0
+
+    @abstractmethod
+    def step(self, batch: Batch) -> None:
+        """One training step."""
+
+    @abstractmethod
+    def look(self, table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and sums of rows of a table, on the device."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all back."""
+
+    def run(self, batches: Sequence[Batch]) -> list[float]:
+        """Seconds of each step."""
+        times = []
+        with torch.enable_grad():
+            for batch in batches:
+                self.device.synchronize()
+                began = time.perf_counter()
+                self.step(batch)
+                self.device.synchronize()
+                times.append(time.perf_counter() - began)
+        return times
+
+    def check(self) -> None:
+        """One step of distinct ids gives what plain tensors give. Raises AssertionError."""
+        shape, batch = self.shape, distinct_batch(self.shape, self.device)
+        ids = (batch.targets, batch.contexts.reshape(-1))
+        weights = [
+            movers.rows_of(i, shape.dim, salt).requires_grad_()
+            for i, salt in zip(ids, SALTS, strict=True)
+        ]
+        with torch.enable_grad():
+            loss_of(
+                weights[0],
+                weights[1].view(shape.targets, shape.contexts, shape.dim),
+                shape.even,
+            ).backward()
+        self.run([batch])
+        for table, (where, wanted) in enumerate(zip(ids, weights, strict=True)):
+            grads = wanted.grad
+            assert grads is not None
+            sums = torch.zeros_like(grads)
+            after = wanted.detach().clone()
+            adagrad(after, sums, grads)
+            got, got_sums = self.look(table, where)
+            small = float(grads.abs().max()) ** 2 * 1e-6
+            for what, one, other, allowed in (
+                ("weights", got, after, LR * 1e-2),
+                ("sums", got_sums, sums, small),
+            ):
+                if not torch.allclose(one, other, rtol=1e-3 if what == "sums" else 0, atol=allowed):
+                    worst = float((one - other).abs().max())
+                    raise AssertionError(f"{what} of table {table} are off by up to {worst:.3g}")
+            if torch.equal(got, wanted.detach()):
+                raise AssertionError(f"the weights of table {table} did not change")
+
+
+class EmbermapStep(Step):
+    """em.torch.Embedding and em.torch.Optimizer: weight and sum side by side, duplicates summed."""
+
+    name, way = "embermap", movers.Embermap
+
+    @classmethod
+    def host_bytes(cls, shape: Shape) -> int:
+        return int(2 * 2 * shape.bytes * 1.15) + (64 << 20)
+
+    def __init__(self, device: Device, folder: Path, shape: Shape, threads: int) -> None:
+        super().__init__(device, folder, shape, threads)
+        import embermap as em
+
+        self._place = folder / "training"
+        shutil.rmtree(self._place, ignore_errors=True)
+        self._store = em.open(
+            self._place,
+            memory=2 * movers.Embermap.budget(shape.rows, 2 * shape.dim * 4),
+            device=device.store_device,
+            threads=threads,
+            durability="none",
+        )
+        try:
+            self._tables = []
+            for number, salt in enumerate(SALTS):
+                table = self._store.create(
+                    f"t{number}",
+                    rows=shape.rows,
+                    dim=shape.dim,
+                    optimizer=em.optim.Adagrad(lr=LR, eps=EPS),
+                )
+                movers.fill_table(device, table, salt)
+                self._tables.append(table)
+            for table in self._tables:
+                if not table.stats()["whole"]:
+                    raise RuntimeError("the tables are not in memory as a whole")
+            from embermap.torch import Embedding, Optimizer
+
+            self._modules = [Embedding(t, device=device.torch_name) for t in self._tables]
+            self._optimizer = Optimizer(self._modules)
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, batch: Batch) -> None:
+        self._optimizer.zero_grad()
+        rows = self._modules[0](batch.targets), self._modules[1](batch.contexts)
+        loss_of(*rows, self.shape.even).backward()
+        self._optimizer.step()
+
+    def look(self, table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        host = ids.cpu().numpy()
+        found = [self._tables[table].gather(host, field=name) for name in ("weight", "sum")]
+        weights, sums = (torch.from_numpy(rows).to(self.device.torch_name) for rows in found)
+        return weights, sums
+
+    def close(self) -> None:
+        self._store.abandon()
+        shutil.rmtree(self._place, ignore_errors=True)
+
+
+class SpeedTorchStep(Step):
+    """SpeedTorch's way: rows and sums of the batch, duplicates kept, by CuPy from host memory.
+
+    Of an id that comes twice the last one's step stays, and the others are lost.
+    """
+
+    name, way = "SpeedTorch's way", movers.SpeedTorch
+
+    @classmethod
+    def host_bytes(cls, shape: Shape) -> int:
+        return 4 * shape.bytes
+
+    def __init__(self, device: Device, folder: Path, shape: Shape, threads: int) -> None:
+        super().__init__(device, folder, shape, threads)
+        missing = device.arrays()
+        if missing is not None:
+            raise RuntimeError(missing)
+        size = shape.rows * shape.dim
+        self._memory = HostMemory(device, 4 * size * 4)
+        for number, salt in enumerate(SALTS):
+            movers.fill_host(device, self._memory, 2 * number * size, shape.rows, shape.dim, salt)
+        self._tables = [
+            device.array_of_host(self._memory.table(n * size, shape.rows, shape.dim))
+            for n in range(4)  # weights and sums of the first, of the second
+        ]
+
+    def step(self, batch: Batch) -> None:
+        shape, device = self.shape, self.device
+        rows = [device.tensor(t[batch.arrays[n // 2]]) for n, t in enumerate(self._tables)]
+        targets, contexts = rows[0].requires_grad_(), rows[2].requires_grad_()
+        loss_of(
+            targets, contexts.view(shape.targets, shape.contexts, shape.dim), shape.even
+        ).backward()
+        with torch.no_grad():
+            for weights, sums in ((targets, rows[1]), (contexts, rows[3])):
+                assert weights.grad is not None
+                adagrad(weights, sums, weights.grad)
+            for number, table in enumerate(self._tables):
+                table[batch.arrays[number // 2]] = device.array(rows[number])
+
+    def look(self, table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        size, host = self.shape.rows * self.shape.dim, ids.cpu()
+        weights, sums = (
+            self._memory.table((2 * table + n) * size, self.shape.rows, self.shape.dim)[host].to(
+                self.device.torch_name
+            )
+            for n in range(2)
+        )
+        return weights, sums
+
+    def close(self) -> None:
+        self._tables.clear()
+        self._memory.close()
+
+
+class DeviceStep(Step):
+    """nn.Embedding(sparse=True) and torch.optim.Adagrad, all in the device's memory."""
+
+    name, way = "table in GPU memory", movers.DeviceTable
+
+    def __init__(self, device: Device, folder: Path, shape: Shape, threads: int) -> None:
+        super().__init__(device, folder, shape, threads)
+        self._modules = []
+        for salt in SALTS:
+            weight = torch.empty(shape.rows, shape.dim, device=device.torch_name)
+            for low, high in movers.blocks(shape.rows, shape.dim):
+                ids = torch.arange(low, high, device=device.torch_name)
+                movers.rows_of(ids, shape.dim, salt, out=weight[low:high])
+            self._modules.append(nn.Embedding.from_pretrained(weight, freeze=False, sparse=True))
+        parameters = [module.weight for module in self._modules]
+        self._optimizer: Any = torch.optim.Adagrad(parameters, lr=LR, eps=EPS)
+
+    def step(self, batch: Batch) -> None:
+        self._optimizer.zero_grad()
+        rows = self._modules[0](batch.targets), self._modules[1](batch.contexts)
+        loss_of(*rows, self.shape.even).backward()
+        self._optimizer.step()
+
+    def look(self, table: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        weight = self._modules[table].weight
+        return weight.detach()[ids], self._optimizer.state[weight]["sum"][ids]
+
+    def close(self) -> None:
+        del self._modules, self._optimizer
+
+
+STEPS: tuple[type[Step], ...] = (EmbermapStep, SpeedTorchStep, DeviceStep)
