@@ -184,7 +184,7 @@ def product(axes: Axes) -> Iterator[Case]:
 def choose(axes: Axes, names: Sequence[str] | None, patterns: Sequence[str] | None) -> list[Case]:
     """The cases of these suites and those whose names match; all suites if neither is given.
 
-    In the order in which they run: tables of one kind together, the smallest first.
+    In the order in which they run: cases of one table together, the smallest table first.
     """
     found: dict[Case, None] = {}
     known = suites(axes)
@@ -199,7 +199,9 @@ def choose(axes: Axes, names: Sequence[str] | None, patterns: Sequence[str] | No
         if not matched:
             raise BenchError(f"no case is called {pattern!r}; --list shows names")
         found.update(dict.fromkeys(matched))
-    return sorted(found, key=lambda c: (c.pool, c.row_bytes, -c.threads, c.ids))
+    return sorted(
+        found, key=lambda c: (c.op == "training", c.pool, c.row_bytes, -c.threads, c.ids, c.order)
+    )
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -487,17 +489,17 @@ def beside(
 ) -> dict[str, Any]:
     """How much longer matrix products take while rows go to and fro without a pause."""
     field, device = way.field, way.field.device
-    compute = Compute(device)
-    rows = movers.rows_of(batches[0].ids, field.dim)
-    to = case.op.endswith("to")
+    compute, to = Compute(device), case.op.endswith("to")
+    batches = batches[:4]
+    # Of the batches, so that the table stays what it is.
+    rows = [] if to else [movers.rows_of(batch.ids, field.dim) for batch in batches]
 
     def call(number: int) -> None:
         batch = batches[number % len(batches)]
         if to:
             way.gather(batch)
         else:
-            # The rows of the batch, so that the table stays what it is.
-            way.scatter(batch, movers.rows_of(batch.ids, field.dim, out=rows))
+            way.scatter(batch, rows[number % len(batches)])
 
     times = max(1, min(500, int(settings.seconds / max(compute.queue(10).seconds() / 10, 1e-6))))
     number = 0
@@ -546,19 +548,22 @@ def overlap(
     shape = (case.ids, field.dim)
     rows = [torch.empty(shape, device=device.torch_name) for _ in range(2)]
     grads = [torch.ones(shape, device=device.torch_name) for _ in range(2)]
-    steps = len(batches)
-    used: list[int] = []
+    steps = len(batches) if settings.quick else 64  # its first and last transfers hide nowhere
+    used = [0] * len(batches)
     ahead = can_prefetch(table, batches[0], results)
 
+    def ids_of(step: int) -> torch.Tensor:
+        return batches[step % len(batches)].ids
+
     def back(step: int) -> None:
-        table.update(batches[step].ids, grads[step % 2])
-        used.append(step)
+        table.update(ids_of(step), grads[step % 2])
+        used[step % len(batches)] += 1
 
     def transfers() -> float:
         device.synchronize()
         began = time.perf_counter()
         for step in range(steps):
-            table.gather(batches[step].ids, out=rows[step % 2])
+            table.gather(ids_of(step), out=rows[step % 2])
             back(step)
         device.synchronize()
         return (time.perf_counter() - began) / steps
@@ -586,7 +591,7 @@ def overlap(
         device.synchronize()
         began = time.perf_counter()
         with device.use(side):
-            table.gather(batches[0].ids, out=rows[0])
+            table.gather(ids_of(0), out=rows[0])
             ready = device.mark(side)
         done: list[Any] = []
         for step in range(steps):
@@ -596,12 +601,12 @@ def overlap(
             done.append(device.mark(compute.stream))
             with device.use(side):
                 if ahead and step + 2 < steps:
-                    table.prefetch(batches[step + 2].ids)
+                    table.prefetch(ids_of(step + 2))
                 if step > 0:
                     device.wait(side, done[step - 1])
                     back(step - 1)
                 if step + 1 < steps:
-                    table.gather(batches[step + 1].ids, out=rows[(step + 1) % 2])
+                    table.gather(ids_of(step + 1), out=rows[(step + 1) % 2])
                     ready = device.mark(side)
         with device.use(side):
             device.wait(side, done[-1])
@@ -646,11 +651,11 @@ def can_prefetch(table: Any, batch: Batch, results: Results) -> bool:
 def check_updates(way: Embermap, batches: Sequence[Batch], used: Sequence[int]) -> None:
     """Rows are what so many gradients of 1 make of them, to the bit."""
     field = way.field
-    counts = np.zeros(field.rows, np.int32)
-    for step in used:
-        counts += np.bincount(batches[step].host.numpy(), minlength=field.rows).astype(np.int32)
-    ids = torch.unique(batches[0].host)[:200_000]
-    steps = torch.from_numpy(counts)[ids].to(torch.float32)[:, None]
+    counts = torch.zeros(field.rows, device=field.device.torch_name)
+    for batch, times in zip(batches, used, strict=True):
+        counts.index_add_(0, batch.ids, torch.full_like(batch.ids, times, dtype=torch.float32))
+    ids = torch.unique(torch.cat([batches[0].host, batches[-1].host]))[:200_000]
+    steps = counts.cpu()[ids][:, None]
     wanted = movers.rows_of(ids, field.dim) - steps * movers.LR
     got = way.look(ids)
     if not torch.equal(got, wanted):
@@ -792,12 +797,16 @@ def run_table(settings: Settings, results: Results, cases: list[Case], threads: 
                     )
             continue
         ways = Ways(field, group, results, first)
+        made: tuple[int, str] | None = None
+        batches: list[Batch] = []
         try:
             for case in cases:
                 if time.monotonic() > settings.until:
                     results.note("the time was over: cases are missing")
                     break
-                batches = make_batches(field, case, arrays=arrays)
+                if made != (case.ids, case.order):
+                    made, batches = (case.ids, case.order), []
+                    batches = make_batches(field, case, arrays=arrays)
                 if case in found:
                     sizes[case] = statistics.mean(b.distinct for b in batches) * case.row_bytes
                     found[case].update(ways.run(case, batches, settings))

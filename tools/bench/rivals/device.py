@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib.util
 import mmap
 import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -177,6 +179,7 @@ class Cuda(Device):
     def unregister(self, address: int) -> None:
         self._cudart.cudaHostUnregister(address)
 
+    @functools.cache  # noqa: B019
     def arrays(self) -> str | None:
         if importlib.util.find_spec("cupy") is None:
             return "CuPy is not installed"
@@ -212,7 +215,7 @@ class Cuda(Device):
         torch.cuda.empty_cache()
         with contextlib.suppress(AttributeError):
             torch._C._host_emptyCache()
-        if "cupy" in __import__("sys").modules:
+        if "cupy" in sys.modules:
             import cupy
 
             cupy.get_default_memory_pool().free_all_blocks()

@@ -306,6 +306,7 @@ class DeviceStep(Step):
                 ids = torch.arange(low, high, device=device.torch_name)
                 movers.rows_of(ids, shape.dim, salt, out=weight[low:high])
             self._modules.append(nn.Embedding.from_pretrained(weight, freeze=False, sparse=True))
+        torch.sparse.check_sparse_tensor_invariants.disable()  # as it is, but said: no warning
         parameters = [module.weight for module in self._modules]
         self._optimizer: Any = torch.optim.Adagrad(parameters, lr=LR, eps=EPS)
 
