@@ -199,9 +199,13 @@ def choose(axes: Axes, names: Sequence[str] | None, patterns: Sequence[str] | No
         if not matched:
             raise BenchError(f"no case is called {pattern!r}; --list shows names")
         found.update(dict.fromkeys(matched))
-    return sorted(
-        found, key=lambda c: (c.op == "training", c.pool, c.row_bytes, -c.threads, c.ids, c.order)
-    )
+
+    def place(case: Case) -> tuple[int, ...]:
+        order = ORDERS.index(case.order) if case.order else 0
+        last = case.op == "training"
+        return (last, case.pool, case.row_bytes, -case.threads, case.ids, order)
+
+    return sorted(found, key=place)
 
 
 # --- results --------------------------------------------------------------------------------------

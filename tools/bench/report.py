@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = ("out_of_core", "bench", "ngrams", "durability")
+SUITES = ("out_of_core", "bench", "ngrams", "durability", "gpu")
 ORDER = [
     "np.memmap",
     "np.memmap, 16 threads",
@@ -37,6 +37,15 @@ ORDER = [
     "LMDB",
     "torch, in memory",
 ]
+GPU_WAYS = [
+    "embermap",
+    "cudaMemcpy",
+    "SpeedTorch's way",
+    "torch, pinned",
+    "torch, as people write it",
+    "table in GPU memory",
+]
+GIB = 1 << 30
 
 
 class ReportError(Exception):
@@ -96,6 +105,13 @@ def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[
     elif suite == "durability":
         command = [sys.executable, str(ROOT / "tools/bench/durability.py"), "--json", str(out)]
         command += ["--folder", str(args.folder)] + (["--quick"] if args.quick else [])
+    elif suite == "gpu":
+        command = [sys.executable, str(ROOT / "tools/bench/gpu.py"), "--json", str(out)]
+        for option in ("suite", "cases"):
+            for value in getattr(args, f"gpu_{option}") or []:
+                command += [f"--{option}", value]
+        command += ["--pools", args.gpu_pools] if args.gpu_pools is not None else []
+        command += ["--folder", str(args.folder)] + (["--quick"] if args.quick else [])
     else:
         script = ROOT / "python/examples/billion_ngrams.py"
         command = [sys.executable, str(script), "--json", str(out), "--overwrite"]
@@ -119,6 +135,14 @@ def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[
     if capture:
         print(json.dumps(found["bare"], indent=1))
     return found, done.returncode == 0
+
+
+def no_gpu() -> str:
+    """Why there is no CUDA device for the suite "gpu"; empty if there is one."""
+    code = "import embermap as em; print('' if em.cuda_devices() else em.cuda_absence())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def find_program() -> str:
@@ -148,6 +172,10 @@ def run(args: argparse.Namespace) -> int:
     failed = False
     with tempfile.TemporaryDirectory(prefix="embermap-report-") as folder:
         for suite in args.only or SUITES:
+            absent = no_gpu() if suite == "gpu" and not args.only else ""
+            if absent:
+                print(f"report.py: note: gpu left out: {absent}", flush=True)
+                continue
             try:
                 results[suite], well = run_suite(suite, args, Path(folder))
             except (ReportError, OSError, ValueError) as error:
@@ -280,6 +308,7 @@ def goals(machine: dict[str, Any]) -> list[tuple[str, str, float | None, str, bo
                 case["ratio"] >= 0.8,
             )
         )
+    found += gpu_goals(machine)
     run = machine.get("ngrams")
     if run is not None:
         above = (run["peak_resident"] - run["without_store"] - run["budget"]) / 2**20
@@ -302,6 +331,126 @@ def goals(machine: dict[str, Any]) -> list[tuple[str, str, float | None, str, bo
                 cached <= 64,
             )
         )
+    return found
+
+
+def gpu_entries(machine: dict[str, Any], op: str, **wanted: Any) -> list[dict[str, Any]]:
+    """Measurements of the suite "gpu" with these values; threads as many as it used at most."""
+    suite = machine.get("gpu", {})
+    wanted.setdefault("threads", suite.get("settings", {}).get("threads"))
+    return [
+        entry
+        for entry in suite.get("cases", [])
+        if "error" not in entry
+        and re.fullmatch(op, entry["op"])
+        and all(value is None or entry[key] == value for key, value in wanted.items())
+    ]
+
+
+def gpu_goals(machine: dict[str, Any]) -> list[tuple[str, str, float | None, str, bool | None]]:
+    """What rows to and from the GPU are meant to reach, as `goals` has it."""
+    if "gpu" not in machine:
+        return []
+
+    def link(op: str, **wanted: Any) -> float | None:
+        """The lowest share of the link's rate."""
+        found = gpu_entries(machine, op, way="embermap", order="uniform", **wanted)
+        shares = [entry["limit_ratio"] for entry in found if "limit_ratio" in entry]
+        return min(shares) if shares else None
+
+    def beside(pool: int, *ways: str) -> float | None:
+        """The lowest ratio to these ways, both directions."""
+        found = gpu_entries(
+            machine, "to|from", ids=131_072, order="uniform", row_bytes=512, pool_bytes=pool
+        )
+        ratios = [e["embermap_ratio"] for e in found if e["way"] in ways and "embermap_ratio" in e]
+        return min(ratios) if ratios else None
+
+    def link_of_pools(op: str) -> float | None:
+        shares = [
+            link(op, ids=131_072, row_bytes=512, pool_bytes=size * GIB) for size in (1, 8, 24, 48)
+        ]
+        return min((share for share in shares if share is not None), default=None)
+
+    wide = [
+        link("to|from", ids=131_072, row_bytes=size)
+        for size in sorted({e["row_bytes"] for e in machine["gpu"]["cases"]})
+        if size >= 1_600
+    ]
+    fixed = gpu_entries(machine, "to|from", way="embermap", ids=1_024, row_bytes=512)
+    slow = [entry["slowdown"] for entry in gpu_entries(machine, "beside-.*")]
+    training = [
+        e["embermap_ratio"]
+        for e in gpu_entries(machine, "training", way="SpeedTorch's way")
+        if "embermap_ratio" in e
+    ]
+    loops = [entry["compute_ratio"] for entry in gpu_entries(machine, "overlap")]
+    speedtorch, pinned = "SpeedTorch's way", "torch, pinned"
+    rows: list[tuple[str, float | None, float]] = [
+        *(
+            (
+                f"131,072 ids of 512 B {where} the GPU, 1 to 48 GiB: cudaMemcpy (lowest)",
+                link_of_pools(op),
+                0.8,
+            )
+            for op, where in (("to", "to"), ("from", "from"))
+        ),
+        (
+            "1 M ids of 512 B, both ways: cudaMemcpy (lowest)",
+            link("to|from", ids=1_048_576, row_bytes=512),
+            0.85,
+        ),
+        (
+            "131,072 ids, rows of 1,600 B and more, both ways: cudaMemcpy (lowest)",
+            min((share for share in wide if share is not None), default=None),
+            0.88,
+        ),
+        (
+            "131,072 ids of 512 B, 0.5 GiB, both ways: SpeedTorch's way (lowest)",
+            beside(GIB // 2, speedtorch),
+            1,
+        ),
+        (
+            "131,072 ids of 512 B, 8 GiB, both ways: SpeedTorch's way and torch (lowest)",
+            beside(8 * GIB, speedtorch, pinned),
+            2.5,
+        ),
+        (
+            "training step of Lit2Vec2's shape: SpeedTorch's way",
+            training[0] if training else None,
+            1.7,
+        ),
+        (
+            "a loop that computes longer than rows take to and fro: computing alone",
+            loops[0] if loops else None,
+            0.95,
+        ),
+    ]
+    found: list[tuple[str, str, float | None, str, bool | None]] = []
+    for work, value, least in rows:
+        text = "not measured" if value is None else f"{value:.2f}"
+        reached = None if value is None else value >= least
+        found.append((work, f"at least {least:g}", value, text, reached))
+    longest = max((entry["seconds"] for entry in fixed), default=None)
+    found.append(
+        (
+            "1,024 ids of 512 B, both ways (longest)",
+            "at most 100 us",
+            longest,
+            "not measured" if longest is None else f"{longest * 1e6:.0f} us",
+            None if longest is None else longest <= 100e-6,
+        )
+    )
+    worst = max(slow, default=None)
+    found.append(
+        (
+            "a matrix product beside rows to and fro: how much longer it takes",
+            "at most 5 %",
+            worst,
+            "not measured" if worst is None else f"{worst:.1%}",
+            None if worst is None else worst <= 0.05,
+        )
+    )
     return found
 
 
@@ -450,6 +599,77 @@ def plot_memory(machines: list[dict[str, Any]], path: Path) -> bool:
     return True
 
 
+def plot_gpu(machines: list[dict[str, Any]], path: Path) -> bool:
+    """GB/s of distinct rows against pool, ids, row and threads, to and from the GPU."""
+    from matplotlib import pyplot
+
+    axes_of = (
+        ("pool_bytes", "pool, GiB", GIB),
+        ("ids", "ids, thousand", 1e3),
+        ("row_bytes", "row, bytes", 1),
+        ("threads", "threads", 1),
+    )
+    kept = [m for m in machines if gpu_entries(m, "to|from")]
+    if not kept:
+        return False
+    figure, all_axes = pyplot.subplots(
+        2 * len(kept),
+        len(axes_of),
+        figsize=(3.1 * len(axes_of) + 0.6, 4.6 * len(kept) + 0.6),
+        squeeze=False,
+        layout="constrained",
+    )
+    colors = pyplot.get_cmap("tab10")
+    for number, machine in enumerate(kept):
+        common = gpu_main(machine)
+        for row, op in enumerate(("to", "from")):
+            for axes, (key, label, scale) in zip(all_axes[2 * number + row], axes_of, strict=True):
+                wanted = {**common, key: None}
+                top = 0.0
+                for tint, way in enumerate(GPU_WAYS[:-1]):
+                    found = gpu_entries(machine, op, way=way, **wanted)
+                    points = sorted((e[key] / scale, e["bytes_per_second"] / 1e9) for e in found)
+                    if points:
+                        x, y = zip(*points, strict=True)
+                        top = max(top, *y)
+                        style = "--" if way == "cudaMemcpy" else "o-"
+                        tone = "0.4" if way == "cudaMemcpy" else colors(tint)
+                        axes.plot(x, y, style, color=tone, label=way, ms=4)
+                axes.set_xscale("log", base=2 if key != "ids" else 10)
+                axes.xaxis.set_major_formatter("{x:g}")
+                axes.set_ylim(0, 1.08 * top or 1)
+                axes.tick_params(labelsize=7)
+                axes.grid(color="0.9")
+                axes.set_xlabel(label, fontsize=8)
+                axes.set_title(f"{op} the GPU: {machine['name']}", fontsize=7)
+            all_axes[2 * number + row][0].set_ylabel("GB/s of distinct rows", fontsize=8)
+    seen: dict[str, Any] = {}
+    for axes in all_axes.flat:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            seen.setdefault(label, handle)
+    figure.legend(
+        seen.values(), seen.keys(), loc="outside lower center", ncol=5, fontsize=8, frameon=False
+    )
+    save_plot(figure, path)
+    return True
+
+
+def gpu_main(machine: dict[str, Any]) -> dict[str, Any]:
+    """The values of cases that are about something else: 131,072 uniform ids of 512 B, 8 GiB."""
+    found = gpu_entries(machine, "to|from", order="uniform")
+
+    def nearest(key: str, value: int) -> int:
+        return min({e[key] for e in found} or {value}, key=lambda v: (abs(v - value), v))
+
+    return {
+        "order": "uniform",
+        "ids": nearest("ids", 131_072),
+        "row_bytes": nearest("row_bytes", 512),
+        "pool_bytes": nearest("pool_bytes", 8 * GIB),
+        "threads": machine["gpu"]["settings"]["threads"],
+    }
+
+
 # --- the page -------------------------------------------------------------------------------------
 
 
@@ -473,13 +693,22 @@ def machines_table(machines: list[dict[str, Any]]) -> str:
         if any(cells):
             rows.append((label, cells))
 
-    add("cores", lambda m: m["out_of_core"]["machine"]["cores"])
-    add("processor", lambda m: m["out_of_core"]["machine"]["cpu"])
-    add("memory", lambda m: f"{m['out_of_core']['machine']['memory'] / 2**30:.0f} GiB")
+    def host(m: dict[str, Any]) -> Any:
+        return m["out_of_core" if "out_of_core" in m else "gpu"]["machine"]
+
+    add("cores", lambda m: host(m)["cores"])
+    add("processor", lambda m: host(m)["cpu"])
+    add("memory", lambda m: f"{host(m)['memory'] / 2**30:.0f} GiB")
+    add("kernel, file system", lambda m: f"{host(m)['kernel']}, {host(m)['file_system']}")
     add(
-        "kernel, file system",
-        lambda m: (
-            f"{m['out_of_core']['machine']['kernel']}, {m['out_of_core']['machine']['file_system']}"
+        "GPU",
+        lambda m: ", ".join(
+            [
+                m["gpu"]["machine"]["gpu"]["name"],
+                f"{m['gpu']['machine']['gpu']['memory'] / 2**30:.0f} GiB",
+                f"driver {m['gpu']['machine']['gpu']['driver'] or '?'}",
+                f"CUDA {m['gpu']['machine']['gpu']['cuda']}",
+            ]
         ),
     )
     add(
@@ -498,11 +727,21 @@ def machines_table(machines: list[dict[str, Any]]) -> str:
     add("threads", lambda m: m["out_of_core"]["settings"]["threads"])
     add(
         "versions",
-        lambda m: ", ".join(f"{k} {v}" for k, v in m["out_of_core"]["machine"]["versions"].items()),
+        lambda m: ", ".join(
+            f"{k} {v}"
+            for k, v in {
+                **m.get("out_of_core", {}).get("machine", {}).get("versions", {}),
+                **m.get("gpu", {}).get("machine", {}).get("versions", {}),
+            }.items()
+        ),
     )
     add(
         "a try, not a result",
-        lambda m: "tiny tables" if m["out_of_core"]["settings"]["quick"] else "",
+        lambda m: (
+            "tiny tables"
+            if any(m[s]["settings"]["quick"] for s in ("out_of_core", "gpu") if s in m)
+            else ""
+        ),
     )
     return table(["", *(m["name"] for m in machines)], [[label, *cells] for label, cells in rows])
 
@@ -697,6 +936,121 @@ def durability_text(machines: list[dict[str, Any]]) -> str:
     return "## Durability\n\n" + "\n".join(out) if out else ""
 
 
+def size_text(size: float) -> str:
+    """Bytes as people say them."""
+    for unit, scale in (("GiB", GIB), ("MiB", 1 << 20)):
+        if size >= scale / 2:
+            return f"{size / scale:g} {unit}"
+    return f"{size:,.0f} B"
+
+
+def gpu_text(machines: list[dict[str, Any]], plot: str) -> str:
+    """Rows to and from a GPU, of machines that have one."""
+    kept = [m for m in machines if m.get("gpu", {}).get("cases")]
+    if not kept:
+        return ""
+    out = []
+    for machine in kept:
+        out.append(f"**{machine['name']}**")
+        out += [part for op in ("to", "from") if (part := gpu_table(machine, op))]
+        out += [part for part in (gpu_steps(machine), gpu_trouble(machine)) if part]
+    text = (Path(__file__).parent / "benchmarks_gpu.md.in").read_text(encoding="utf-8")
+    return text.replace("{plot}", plot).replace("{tables}", "\n\n".join(out))
+
+
+def gpu_table(machine: dict[str, Any], op: str) -> str:
+    """All times in one direction."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for entry in machine["gpu"]["cases"]:
+        if entry["op"] == op and "error" not in entry:
+            found.setdefault(entry["case"], {})[entry["way"]] = entry
+    ways = [w for w in GPU_WAYS[1:] if any(w in entries for entries in found.values())]
+    if not found:
+        return ""
+    rows = []
+    for by_way in found.values():
+        any_way = next(iter(by_way.values()))
+        own_time = by_way.get("embermap")
+        cells = [
+            f"{any_way['ids']:,}",
+            any_way["order"].replace("zipf:", "Zipf "),
+            f"{any_way['row_bytes']:,} B",
+            size_text(any_way["pool_bytes"]),
+            str(any_way["threads"]),
+            "" if own_time is None else f"{own_time['seconds'] * 1e3:.3g}",
+            "" if own_time is None else f"{own_time['bytes_per_second'] / 1e9:.1f}",
+            f"{own_time['limit_ratio']:.2f}" if own_time and "limit_ratio" in own_time else "",
+        ]
+        for way in ways:
+            entry = by_way.get(way)
+            if entry is None:
+                cells.append("")
+                continue
+            ratio = entry.get("embermap_ratio")
+            text = f"{entry['seconds'] * 1e3:.3g}"
+            cells.append(text if ratio is None else f"{text} (**{ratio:.2f}**)")
+        rows.append(cells)
+    header = ["ids", "order", "row", "pool", "threads", "embermap", "GB/s", "of the link", *ways]
+    return (
+        f"{op.capitalize()} the GPU, in ms; in brackets embermap's speed divided by that way's.\n\n"
+        + table(header, rows).rstrip()
+    )
+
+
+def gpu_steps(machine: dict[str, Any]) -> str:
+    """Beside computing, and training."""
+    rows = []
+    for entry in gpu_entries(machine, "beside-.*", threads=None):
+        where = entry["op"].removeprefix("beside-")
+        rows.append(
+            [
+                f"a matrix product beside {entry['ids']:,} rows of {entry['row_bytes']:,} B "
+                f"{where} the GPU, again and again",
+                f"{entry['slowdown']:+.1%} longer",
+                f"{entry['calls_per_second']:,.0f} calls/s, alone "
+                f"{entry['calls_per_second_alone']:,.0f}",
+            ]
+        )
+    for entry in gpu_entries(machine, "overlap", threads=None):
+        rows.append(
+            [
+                f"a loop: compute, {entry['ids']:,} rows of {entry['row_bytes']:,} B there, their "
+                "update back",
+                f"{entry['compute_ratio']:.3f} of computing alone",
+                f"{entry['seconds'] * 1e3:.2f} ms a step, transfers alone "
+                f"{entry['transfer_seconds'] * 1e3:.2f}",
+            ]
+        )
+    training = gpu_entries(machine, "training", threads=None)
+    for entry in training:
+        ratio = entry.get("embermap_ratio")
+        rows.append(
+            [
+                f"training step of Lit2Vec2's shape: {entry['way']}",
+                f"{entry['seconds'] * 1e3:.2f} ms",
+                "" if ratio is None else f"embermap: {ratio:.2f} x",
+            ]
+        )
+    if not rows:
+        return ""
+    about = (
+        "\nLit2Vec2's step: 128 targets, 132 contexts each, two tables of 2,829,854 x 400 with "
+        "Adagrad. embermap and torch in GPU memory sum the gradients of an id that comes twice; in "
+        "SpeedTorch's way the last one stays.\n"
+        if training
+        else ""
+    )
+    return table(["beside computing, and in training", "", ""], rows) + about
+
+
+def gpu_trouble(machine: dict[str, Any]) -> str:
+    """What failed, notes of the run, and what embermap tells of how it moved rows."""
+    suite = machine["gpu"]
+    lines = [f"- {note}" for note in suite.get("notes", [])]
+    lines += [f"- {e['way']}, {e['case']}: {e['error']}" for e in suite["cases"] if "error" in e]
+    return "\n".join(lines)
+
+
 def draw(folder: Path) -> None:
     """Make page and plots from the results that are there."""
     machines = load(folder)
@@ -719,6 +1073,12 @@ def draw(folder: Path) -> None:
         "machines": machines_table(machines),
         "bench": bench_text(machines),
         "durability": durability_text(machines),
+        "gpu": gpu_text(
+            machines,
+            "![GB/s to and from the GPU](benchmarks/gpu.png)"
+            if plot_gpu(machines, plots / "gpu.png")
+            else "",
+        ),
         "results": "\n\n".join(
             f"## Results: {m['name']}\n\n{results_tables(m)}\n{trouble(m)}" for m in compared
         ),
@@ -758,6 +1118,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         add(f"--{option}", help=f"out_of_core: {what}")
     add("--cases", action="append", metavar="PATTERN", help="out_of_core: these cases")
     add("--rivals", action="append", metavar="NAME", help="out_of_core: these stores")
+    add("--gpu-suite", action="append", metavar="NAME", help="gpu: these of its suites")
+    add("--gpu-cases", action="append", metavar="PATTERN", help="gpu: these cases")
+    add("--gpu-pools", metavar="SIZES", help="gpu: tables of these sizes, 1GiB,8GiB")
     add("--minutes", type=float, default=5.0, help="ngrams: how long to train (default 5)")
     add("--disk", default="4GiB", help="ngrams: how much disk to use (default 4GiB)")
     add("--text", type=Path, help="ngrams: another text than the dictionary")
