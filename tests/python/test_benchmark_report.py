@@ -121,6 +121,189 @@ def test_names_become_files_and_results_are_kept_as_they_are(
     assert '"seconds": [ 0.0, 30.0, 60.0 ]' in text
 
 
+def gpu_entry(op: str, way: str, **values: Any) -> dict[str, Any]:
+    given = {
+        "op": op,
+        "ids": 131_072,
+        "order": "uniform",
+        "row_bytes": 512,
+        "pool_bytes": 8 << 30,
+        "threads": 16,
+        "way": way,
+        "seconds": 1.5e-3,
+        "least": 1.4e-3,
+        "bytes": 66e6,
+        "bytes_per_second": 44e9,
+        **values,
+    }
+    name = f"{op}/{given['ids']}/{given['order']}/{given['row_bytes']}B/{given['pool_bytes']}"
+    return {"case": f"{name}/{given['threads']}t", **given}
+
+
+def gpu_machine(name: str, *, share: float = 0.85) -> dict[str, Any]:
+    cases = []
+    for op in ("to", "from"):
+        for pool in (1, 8, 24, 48):
+            size = {"pool_bytes": pool << 30}
+            cases += [
+                gpu_entry(op, "cudaMemcpy", bytes_per_second=55e9, **size),
+                gpu_entry(op, "embermap", limit_ratio=share + pool / 1000, **size),
+                gpu_entry(op, "SpeedTorch's way", seconds=4.2e-3, embermap_ratio=2.8, **size),
+                gpu_entry(op, "torch, pinned", seconds=4e-3, embermap_ratio=2.6, **size),
+            ]
+        cases += [
+            gpu_entry(op, "embermap", threads=1, limit_ratio=0.2),
+            gpu_entry(op, "embermap", order="zipf:1.05", limit_ratio=0.3),
+            gpu_entry(op, "embermap", ids=1_024, seconds=9e-5, limit_ratio=0.1),
+            gpu_entry(op, "embermap", ids=1_048_576, limit_ratio=0.84),
+            gpu_entry(op, "embermap", row_bytes=1_600, limit_ratio=0.9),
+        ]
+    entry_without = {"order": "", "ids": 0, "row_bytes": 0, "pool_bytes": 0}
+    cases += [
+        gpu_entry(
+            "beside-to",
+            "embermap",
+            slowdown=0.061,
+            calls_per_second=500.0,
+            calls_per_second_alone=650.0,
+        ),
+        gpu_entry("overlap", "embermap", compute_ratio=0.97, transfer_seconds=4e-3),
+        gpu_entry("training", "embermap", **entry_without),
+        gpu_entry(
+            "training",
+            "SpeedTorch's way",
+            **{**entry_without, "seconds": 2.5e-3, "embermap_ratio": 1.75},
+        ),
+        {**gpu_entry("to", "torch, as people write it"), "error": "out of patience"},
+    ]
+    return {
+        "name": name,
+        "gpu": {
+            "machine": {
+                "cores": 16,
+                "cpu": "A processor",
+                "memory": 126 << 30,
+                "kernel": "6.18",
+                "file_system": "ext4",
+                "versions": {"torch": "2.11.0", "cupy": "14.2"},
+                "gpu": {"name": "A GPU", "memory": 139 << 30, "cuda": "13.0", "driver": "580"},
+            },
+            "settings": {"threads": 16, "quick": False},
+            "notes": ["a note of the GPU's"],
+            "stats": [],
+            "cases": cases,
+        },
+    }
+
+
+def test_goals_of_a_gpu_are_taken_from_its_measurements(report: ModuleType) -> None:
+    goals = {work: (text, reached) for work, _, _, text, reached in report.goals(gpu_machine("x"))}
+    by_word = {
+        word: goal
+        for word in (
+            "to the GPU, 1 to 48",
+            "from the GPU, 1 to 48",
+            "1 M ids",
+            "1,600 B",
+            "0.5 GiB",
+            "8 GiB",
+            "training",
+            "computes longer",
+            "1,024 ids",
+            "matrix product",
+        )
+        for work, goal in goals.items()
+        if word in work
+    }
+    assert by_word == {
+        "to the GPU, 1 to 48": ("0.85", True),
+        "from the GPU, 1 to 48": ("0.85", True),
+        "1 M ids": ("0.84", False),
+        "1,600 B": ("0.90", True),
+        "0.5 GiB": ("not measured", None),
+        "8 GiB": ("2.60", True),
+        "training": ("1.75", True),
+        "computes longer": ("0.97", True),
+        "1,024 ids": ("90 us", True),
+        "matrix product": ("6.1%", False),
+    }
+    assert not any("GPU" in work for work, *_ in report.goals(machine("no GPU", 3.0)))
+
+
+def test_a_gpu_has_a_section_and_a_plot_of_its_own(report: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.save(report.file_of(tmp_path, "2 cores"), machine("2 cores", 3.2))
+    assert report.main(["--out", str(tmp_path), "draw"]) == 0
+    assert "Rows to and from the GPU" not in (tmp_path / "benchmarks.md").read_text()
+    assert not (tmp_path / "benchmarks" / "gpu.png").exists()
+
+    report.save(report.file_of(tmp_path, "GPU"), gpu_machine("16 cores, a GPU"))
+    assert report.main(["--out", str(tmp_path), "draw"]) == 0
+    page = (tmp_path / "benchmarks.md").read_text()
+    for part in (
+        "## Rows to and from the GPU",
+        "benchmarks/gpu.png",
+        "| GPU | A GPU, 139 GiB, driver 580, CUDA 13.0 |  |",
+        "| 131,072 | uniform | 512 B | 24 GiB | 16 | 1.5 | 44.0 | 0.87 | 1.5 | 4.2 (**2.80**) |",
+        "| 131,072 | Zipf 1.05 | 512 B | 8 GiB | 16 |",
+        "| +6.1% longer | 500 calls/s, alone 650 |",
+        "| 0.970 of computing alone |",
+        "| training step of Lit2Vec2's shape: SpeedTorch's way | 2.50 ms | embermap: 1.75 x |",
+        "a note of the GPU's",
+        "torch, as people write it, to/131072/uniform/512B/8589934592/16t: out of patience",
+    ):
+        assert part in page, part
+    assert not any(brace in page for brace in "{}")
+    assert 1000 < (tmp_path / "benchmarks" / "gpu.png").stat().st_size < 300 << 10
+
+
+def test_the_gpu_suite_is_left_out_where_there_is_no_device(
+    report: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran: list[str] = []
+
+    def suite(name: str, *_: Any) -> Any:
+        ran.append(name)
+        raise report.ReportError("not now")
+
+    monkeypatch.setattr(report, "run_suite", suite)
+    monkeypatch.setattr(report, "no_gpu", lambda: "no driver")
+    report.main(["--out", str(tmp_path), "run", "--name", "x"])
+    assert ran == [name for name in report.SUITES if name != "gpu"]
+    assert "note: gpu left out: no driver" in capsys.readouterr().out
+    ran.clear()  # asked for by name, it says itself what it lacks
+    report.main(["--out", str(tmp_path), "run", "--name", "x", "--only", "gpu"])
+    monkeypatch.setattr(report, "no_gpu", lambda: "")
+    report.main(["--out", str(tmp_path), "run", "--name", "x"])
+    assert ran == ["gpu", *report.SUITES]
+
+
+def test_options_for_the_gpu_reach_its_suite(
+    report: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        (tmp_path / "gpu.json").write_text("{}")
+        return report.subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr(report.subprocess, "run", run)
+    args = report.parse_arguments(
+        [
+            *("run", "--name", "x", "--quick", "--gpu-suite", "pools", "--gpu-cases", "to/*"),
+            *("--gpu-pools", "1GiB", "--folder", str(tmp_path)),
+        ]
+    )
+    assert report.run_suite("gpu", args, tmp_path) == ({}, True)
+    text = " ".join(commands[0])
+    assert "--suite pools --cases to/* --pools 1GiB" in text
+    assert text.endswith("--quick")
+
+
 def test_goals_are_taken_from_the_measurements(report: ModuleType) -> None:
     goals = {work: (text, reached) for work, _, _, text, reached in report.goals(machine("x", 2.9))}
     by_word = {

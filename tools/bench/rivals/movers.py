@@ -40,9 +40,9 @@ def rows_of(ids: Tensor, dim: int, salt: int = 0, out: Tensor | None = None) -> 
     return out.mul_(2.0**-_BITS).sub_(0.5)
 
 
-def blocks(rows: int, dim: int, most: int = _FILL_BYTES) -> Iterator[tuple[int, int]]:
-    """Ranges of rows of about `most` bytes."""
-    step = max(1, most // (dim * 4))
+def blocks(rows: int, dim: int, most: int = 0) -> Iterator[tuple[int, int]]:
+    """Ranges of rows of about `most` bytes; 0: as many as are made at once."""
+    step = max(1, (most or _FILL_BYTES) // (dim * 4))
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
 
