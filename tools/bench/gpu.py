@@ -544,11 +544,11 @@ def overlap(
     """A training loop whose computing takes longer than its transfers, against computing alone.
 
     While a step computes, the update of the step before goes back and the rows of the next one come
-    on another stream: gradients are one step late. Every gradient is 1, so that it can be told
+    on another stream, of higher priority: gradients are one step late. Every gradient is 1, so that it can be told
     afterwards, exactly, what each row must be.
     """
     field, device, table = way.field, way.field.device, way.table
-    compute, side = Compute(device), device.stream()
+    compute, side = Compute(device), device.stream(urgent=True)
     shape = (case.ids, field.dim)
     rows = [torch.empty(shape, device=device.torch_name) for _ in range(2)]
     grads = [torch.ones(shape, device=device.torch_name) for _ in range(2)]

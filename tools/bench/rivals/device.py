@@ -123,8 +123,8 @@ class Device(ABC):
         """Give memory that libraries keep for later back to the system."""
 
     @abstractmethod
-    def stream(self) -> Any:
-        """A stream of its own; `use` enters it."""
+    def stream(self, *, urgent: bool = False) -> Any:
+        """A stream of its own, whose kernels go before others' if urgent; `use` enters it."""
 
     @abstractmethod
     def use(self, stream: Any) -> AbstractContextManager[Any]:
@@ -221,8 +221,8 @@ class Cuda(Device):
             cupy.get_default_memory_pool().free_all_blocks()
             cupy.get_default_pinned_memory_pool().free_all_blocks()
 
-    def stream(self) -> Any:
-        return torch.cuda.Stream()
+    def stream(self, *, urgent: bool = False) -> Any:
+        return torch.cuda.Stream(priority=-1 if urgent else 0)
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
         return torch.cuda.stream(stream)
@@ -300,7 +300,7 @@ class Host(Device):
     def release(self) -> None:
         gc.collect()
 
-    def stream(self) -> Any:
+    def stream(self, *, urgent: bool = False) -> Any:
         return None
 
     def use(self, stream: Any) -> AbstractContextManager[Any]:
