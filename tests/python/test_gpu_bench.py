@@ -581,17 +581,26 @@ def test_a_small_run_writes_its_results_and_leaves_nothing(tmp_path: Path) -> No
 
 
 @pytest.mark.skipif(em.cuda_devices() > 0, reason="there is a CUDA device")
-def test_without_a_device_it_says_so_in_one_line(tmp_path: Path) -> None:
-    done = run_script("--quick", "--folder", tmp_path)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done
-    assert "CUDA" in done.stderr
+def test_without_a_device_it_says_so_in_one_line(
+    gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--quick", "--folder", str(tmp_path)]) == 1
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert "CUDA" in text
 
 
-def test_wrong_usage_is_said_in_one_line(tmp_path: Path) -> None:
-    done = run_script("--folder", tmp_path, "--cases", "nothing", "--device", "cpu")
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done
-    assert "no case" in done.stderr
-    shown = run_script("--list")
-    assert shown.returncode == 0
-    assert "ways: cudaMemcpy, embermap" in shown.stdout
-    assert "  training/lit2vec2/" in shown.stdout
+def test_wrong_usage_is_said_in_one_line(
+    gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--folder", str(tmp_path), "--cases", "nothing", "--device", "cpu"]) == 1
+    text = capsys.readouterr().err
+    assert text.count("\n") == 1
+    assert "no case" in text
+
+
+def test_suites_cases_and_ways_are_listed(gpu: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--list"]) == 0
+    text = capsys.readouterr().out
+    assert "ways: cudaMemcpy, embermap" in text
+    assert "  training/lit2vec2/" in text

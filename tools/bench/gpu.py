@@ -544,8 +544,8 @@ def overlap(
     """A training loop whose computing takes longer than its transfers, against computing alone.
 
     While a step computes, the update of the step before goes back and the rows of the next one come
-    on another stream, of higher priority: gradients are one step late. Every gradient is 1, so that it can be told
-    afterwards, exactly, what each row must be.
+    on another stream, of higher priority: gradients are one step late. Every gradient is 1, so that
+    it can be told afterwards, exactly, what each row must be.
     """
     field, device, table = way.field, way.field.device, way.table
     compute, side = Compute(device), device.stream(urgent=True)
