@@ -760,6 +760,19 @@ def memory_needed(kinds: Sequence[type[Way]], case: Case, ids: int) -> int:
     return own + (case.pool if "pool" in places else 0) + temporary
 
 
+def fits(group: Sequence[type[Way]], case: Case, ids: int, free: int, results: Results) -> bool:
+    """Whether there is memory for these ways, and more to do than plain copies; a note if not."""
+    tables = [kind.name for kind in group if kind.place]
+    needed = memory_needed(group, case, ids)
+    if tables and needed > free:
+        results.note(
+            f"{', '.join(tables)}, {size_text(case.pool)}, rows of {case.row_bytes} B: left out, "
+            f"{needed >> 20:,} MiB of memory are needed, {free >> 20:,} are free"
+        )
+        return False
+    return bool(tables)
+
+
 def run_table(settings: Settings, results: Results, cases: list[Case], threads: int) -> None:
     """All cases of one table with one number of threads."""
     first, device = cases[0], settings.device
@@ -780,26 +793,16 @@ def run_table(settings: Settings, results: Results, cases: list[Case], threads: 
             [kind for kind in kinds if kind.place != "own"],
             [kind for kind in kinds if kind.place in ("", "own")],
         ]
+    groups = [group for group in groups if fits(group, first, ids, free, results)]
+    if len(groups) > 1:
         results.note(
             f"{size_text(first.pool)}, rows of {first.row_bytes} B: the rows are not in memory "
             "twice; the ways ran in turn, not in rounds"
         )
     torch.set_num_threads(threads)
     found: dict[Case, dict[str, Rounds]] = {case: {} for case in plain}
-    sizes: dict[Case, float] = {}
     arrays = movers.SpeedTorch in kinds and device.arrays() is None
     for group in groups:
-        if not group or (len(groups) > 1 and all(kind.place == "" for kind in group)):
-            continue
-        needed = memory_needed(group, first, ids)
-        if needed > free:
-            for kind in group:
-                if kind.place:
-                    results.note(
-                        f"{kind.name}, {size_text(first.pool)}, rows of {first.row_bytes} B: left "
-                        f"out, {needed >> 20:,} MiB of memory are needed, {free >> 20:,} are free"
-                    )
-            continue
         ways = Ways(field, group, results, first)
         made: tuple[int, str] | None = None
         batches: list[Batch] = []
@@ -812,10 +815,10 @@ def run_table(settings: Settings, results: Results, cases: list[Case], threads: 
                     made, batches = (case.ids, case.order), []
                     batches = make_batches(field, case, arrays=arrays)
                 if case in found:
-                    sizes[case] = statistics.mean(b.distinct for b in batches) * case.row_bytes
                     found[case].update(ways.run(case, batches, settings))
                     if group is groups[-1]:
-                        for entry in entries_of(case, found[case], sizes[case]):
+                        size = statistics.mean(b.distinct for b in batches) * case.row_bytes
+                        for entry in entries_of(case, found[case], size):
                             results.add(entry)
                 elif Embermap.name in ways.alive:
                     run_special(ways, case, batches, settings, results)

@@ -635,8 +635,10 @@ def plot_gpu(machines: list[dict[str, Any]], path: Path) -> bool:
                         style = "--" if way == "cudaMemcpy" else "o-"
                         tone = "0.4" if way == "cudaMemcpy" else colors(tint)
                         axes.plot(x, y, style, color=tone, label=way, ms=4)
-                axes.set_xscale("log", base=2 if key != "ids" else 10)
-                axes.xaxis.set_major_formatter("{x:g}")
+                axes.set_xscale("log")
+                ticks = sorted({e[key] / scale for e in gpu_entries(machine, op, **wanted)})
+                axes.set_xticks(ticks, [f"{tick:,.4g}" for tick in ticks])
+                axes.minorticks_off()
                 axes.set_ylim(0, 1.08 * top or 1)
                 axes.tick_params(labelsize=7)
                 axes.grid(color="0.9")
