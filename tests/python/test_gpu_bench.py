@@ -213,6 +213,7 @@ def test_host_memory_is_registered_in_pieces_and_no_copy_crosses_them(
     assert torch.equal(memory.table(0, rows, dim), movers.rows_of(torch.arange(rows), dim, 2))
     memory.close()
     assert [kind for kind, _, _ in calls].count("unregister") == 4
+    assert memory._map.closed  # no tensor keeps it
 
 
 def test_memory_that_cannot_be_registered_leaves_none_registered(
