@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -12,6 +13,7 @@
 
 #include "base/dtype.hpp"
 #include "base/thread_pool.hpp"
+#include "kernels/mover_model.hpp"
 #include "kernels/optimizer.hpp"
 
 namespace embermap {
@@ -58,26 +60,19 @@ struct FrameSource {
   bool registered = false;    // a PinnedRange covers the slab: kernels read and write it; otherwise rows go through host staging
   std::uint64_t page_bytes = 0;  // from one frame to the next
   std::uint64_t rows_per_page = 0;
-  std::uint64_t stride = 0;  // from one record to the next inside a frame
-  bool whole = false;        // page p lies in frame p, for all pages of the table
-};
-
-// What moves rows between a registered slab and the device.
-enum class Mover : std::uint8_t {
-  kAuto,     // what was found fastest for such a batch
-  kKernel,   // a kernel that reads and writes the frames itself (zero-copy)
-  kThreads,  // threads of the host copy rows to and from pinned chunks, a DMA stream carries those
-  kBoth      // at once: the kernel from the first row upwards, the threads from the last one downwards
+  std::uint64_t stride = 0;      // from one record to the next inside a frame
+  bool whole = false;            // page p lies in frame p, for all pages of the table
+  std::uint64_t slab_bytes = 0;  // of all frames: the larger, the slower their rows are reached
 };
 
 // How rows crossed the link.
 struct Moved {
-  std::uint64_t batches = 0;       // calls that moved rows of a registered slab
-  std::uint64_t kernel_rows = 0;   // distinct rows moved by a kernel
-  std::uint64_t thread_rows = 0;   // distinct rows moved by threads and DMA
-  std::uint64_t pageable_rows = 0; // through pageable or unregistered memory
+  std::uint64_t batches = 0;        // calls that moved rows of a registered slab
+  std::uint64_t kernel_rows = 0;    // distinct rows moved by a kernel
+  std::uint64_t thread_rows = 0;    // distinct rows moved by threads and DMA
+  std::uint64_t pageable_rows = 0;  // through pageable or unregistered memory
   std::uint64_t bytes = 0;
-  std::uint64_t nanoseconds = 0;   // from the first to the last of a batch's rows, added up over batches
+  std::uint64_t nanoseconds = 0;  // from the first to the last of a batch's rows, added up over batches
 };
 
 // A batch of ids on the device: sorted, distinct, with its pages, and the working set: one record (or slice of one) per distinct
@@ -87,13 +82,12 @@ struct Moved {
 class CudaBatch {
  public:
   virtual ~CudaBatch() = default;
-  std::uint64_t count = 0;           // ids in the batch
-  std::uint64_t distinct = 0;        // distinct ids
-  std::span<const std::int64_t> ids; // the ids as they were given (host); of begin_batch() only
-  std::vector<std::uint64_t> pages;  // distinct pages, ascending (host); of make_batch() only
+  std::uint64_t count = 0;            // ids in the batch
+  std::uint64_t distinct = 0;         // distinct ids
+  std::span<const std::int64_t> ids;  // the ids as they were given (host); of begin_batch() only
+  std::vector<std::uint64_t> pages;   // distinct pages, ascending (host); of make_batch() only
   // Page pages[p] holds the distinct ids [page_starts[p], page_starts[p + 1]); pages.size() + 1 entries (host).
   std::vector<std::uint64_t> page_starts;
-  Moved moved;  // by fetch and write_back so far
 };
 
 // The CUDA side of the tables on one device. Thread safety: calls on different streams and batches may run at once.
@@ -124,6 +118,15 @@ class CudaEngine {
                                                  std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
                                                  CudaStream stream) = 0;
 
+  // out[i] = bytes [offset, offset + bytes) of the record of row ids[i], for a whole table of which every row is in memory: what
+  // begin_batch, fetch and expand do, with as little waiting between them as can be. Calls `meanwhile` with the ids on the host
+  // while the device works. Enqueues; the frames must keep their pages until the stream has passed. `out` is untouched where an
+  // id is bad. Returns the batch, for moved().
+  virtual std::unique_ptr<CudaBatch> gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                            const std::string& table, const FrameSource& source, std::uint64_t offset,
+                                            std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream,
+                                            const std::function<void(std::span<const std::int64_t>)>& meanwhile) = 0;
+
   // Working set rows of pages [first_page, first_page + frames.size()) = bytes [offset, offset + bytes) of their records;
   // frames[i] is where page batch.pages[first_page + i] lies. All calls for one batch use one (offset, bytes), kept for the calls
   // below; `bytes` is a row's length in the working set. Enqueues: the frames must keep their pages until the stream has passed
@@ -153,8 +156,17 @@ class CudaEngine {
   virtual void step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads,
                     DType grad_dtype, CudaStream stream) = 0;
 
-  // For measurements: kAuto is what users get.
-  virtual void set_mover(Mover mover) noexcept = 0;
+  // What fetch, write_back and gather moved for a batch so far, but for the time it took. The stream must have been waited for.
+  virtual Moved moved(CudaBatch& batch) = 0;
+
+  virtual const std::string& device_name() const noexcept = 0;
+  // How rows move; what was measured elsewhere, or before, may be added.
+  virtual MoverModel& model() noexcept = 0;
+  // Measures every way of moving `bytes` at `offset` of records, `rows` of which lie in a registered slab as in a whole table, in
+  // batches of several sizes; about a second. Rows are read, and written back as they were where `both_ways`: nobody else may use
+  // the slab meanwhile. What was measured becomes part of the model. Does nothing where the slab is not registered.
+  virtual void calibrate(const FrameSource& source, std::uint64_t rows, std::uint64_t offset, std::uint64_t bytes, bool both_ways,
+                         ThreadPool& pool) = 0;
 
   // Waits until everything enqueued on `stream` is done; a failure of an earlier call surfaces here as CudaError.
   virtual void wait(CudaStream stream) = 0;

@@ -30,8 +30,8 @@ void gather_rows_to(std::span<const std::byte* const> rows, std::span<const std:
 void scatter_rows(std::span<std::byte* const> rows, std::span<const std::uint32_t> sources, std::uint64_t row_bytes,
                   const std::byte* in, ThreadPool& pool);
 
-// gather_rows and scatter_rows of one thread's part, in rows that lie one behind the other in `out` and `in`, which are written past
-// the caches (gather: only where that is faster) and read from them.
+// gather_rows and scatter_rows of one thread's part, in rows that lie one behind the other in `out` and `in`, which are written
+// past the caches (gather: only where that is faster) and read from them.
 void gather_piece(std::span<const std::byte* const> rows, std::uint64_t row_bytes, std::byte* out);
 void scatter_piece(std::span<std::byte* const> rows, std::uint64_t row_bytes, const std::byte* in);
 

@@ -226,12 +226,41 @@ std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::byte
   return {report.became_infinite, report.became_zero};
 }
 
+nb::dict device_report(const DeviceStats& s) {
+  nb::list measured;
+  for (const MoverMeasurement& one : s.measured)
+    for (const MoverRate& rate : one.rates) {
+      nb::dict entry;
+      entry["direction"] = one.of.fetch ? "fetch" : "write_back";
+      entry["rows"] = one.of.rows;
+      entry["row_bytes"] = one.of.row_bytes;
+      entry["pool_bytes"] = one.of.pool_bytes;
+      entry["threads"] = one.of.threads;
+      entry["kernel_blocks"] = rate.way.blocks;
+      entry["host_threads"] = rate.way.host_threads;
+      entry["bytes_per_second"] = rate.bytes_per_second;
+      measured.append(entry);
+    }
+  nb::dict out;
+  out["device"] = s.device_name;
+  out["transfers"] = s.transfers;
+  out["kernel_rows"] = s.kernel_rows;
+  out["thread_rows"] = s.thread_rows;
+  out["pageable_rows"] = s.pageable_rows;
+  out["bytes"] = s.bytes;
+  out["seconds"] = s.seconds;
+  out["measured"] = measured;
+  return out;
+}
+
 Report stats_of(const Table& table) {
   TableStats s;
   PageIoReport io;
+  DeviceStats d;
   {
     const nb::gil_scoped_release release;
     s = table.stats();
+    d = table.device_stats();
     io = table.io_report();
   }
   Report out;
@@ -261,6 +290,7 @@ Report stats_of(const Table& table) {
   out["direct_writes"] = io.direct_writes;
   out["io_memory_bytes"] = io.memory_bytes;
   out["io_note"] = io.note;
+  if (d.device >= 0) out["cuda"] = device_report(d);
   return out;
 }
 
@@ -590,6 +620,7 @@ void bind_store(nb::module_& m) {
           },
           nb::sig("def commits(self) -> list[tuple[int, str, str]]"))
       .def("checkpoint", &Store::checkpoint, Release())
+      .def("recalibrate", &Store::recalibrate, Release())
       .def("snapshot", &take_snapshot, "destination"_a, "progress"_a.none(),
            nb::sig("def snapshot(self, destination: str | os.PathLike[str], progress: object | None) -> "
                    "dict[str, int]"))

@@ -40,6 +40,7 @@ void Store::remove(std::string_view name) { impl_->remove(name); }
 std::uint64_t Store::commit(std::string_view note) { return impl_->commit(note); }
 CommitInfo Store::last_commit() const { return impl_->last_commit(); }
 std::vector<CommitInfo> Store::commits() const { return impl_->commits(); }
+void Store::recalibrate() { impl_->core()->forget_measurements(); }
 void Store::checkpoint() { impl_->checkpoint(); }
 std::uint64_t Store::refresh() { return impl_->refresh(); }
 SnapshotReport Store::snapshot(const std::filesystem::path& destination, const Progress& progress) {

@@ -160,6 +160,9 @@ class Store {
   // Moves what is committed from the redo log to the tables' files, which then are exactly the last commit: for NumPy, backups
   // and readers that look at the files themselves. The store does so by itself, later, and when it is closed. Commits nothing.
   void checkpoint();
+  // Forgets how fast rows moved to and from the device (docs/design.md, "A batch on a GPU"): the next large batch of a table
+  // measures it again, in about a second. For a machine that has changed, or was busy then. Nothing where there is no device.
+  void recalibrate();
   // Brings a reader to the last commit: tables made since are there, removed ones closed, handles show the new rows. Returns the
   // commit's number. Throws as open() does. A writer is there already.
   std::uint64_t refresh();

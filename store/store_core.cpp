@@ -9,6 +9,7 @@
 
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "store/mover_file.hpp"
 #include "store/store_impl.hpp"
 
 namespace embermap {
@@ -222,8 +223,33 @@ CudaEngine& StoreCore::engine(int on_device) {
     throw CudaError(
         fmt::format("store {} was opened for CUDA device {}, the ids are on device {}", printable(path), device, on_device));
   const std::lock_guard lock(engine_mutex_);
-  if (!engine_) engine_ = CudaEngine::create(device);
+  if (!engine_) {
+    engine_ = CudaEngine::create(device);
+    engine_->model().add(read_movers(path, engine_->device_name(), ops));
+  }
   return *engine_;
+}
+
+CudaEngine* StoreCore::engine_in_use() noexcept {
+  const std::lock_guard lock(engine_mutex_);
+  return engine_.get();
+}
+
+void StoreCore::keep_measurements() noexcept {
+  if (!writable) return;
+  try {
+    const std::lock_guard lock(engine_mutex_);
+    if (engine_) write_movers(path, engine_->device_name(), engine_->model().measurements(), ops);
+  } catch (const std::exception&) {
+    // a cache
+  }
+}
+
+void StoreCore::forget_measurements() {
+  const std::lock_guard lock(engine_mutex_);
+  if (!engine_) return;
+  engine_->model().clear();
+  if (writable) write_movers(path, engine_->device_name(), {}, ops);
 }
 
 }  // namespace embermap

@@ -179,6 +179,11 @@ struct StoreCore {
   std::atomic<std::uint64_t> dirty_bytes{0};
   // The kernels of a device. Throws CudaError if the store was opened for none or another.
   CudaEngine& engine(int on_device);
+  CudaEngine* engine_in_use() noexcept;  // null before its first use
+  // What the engine measured goes to a file of the store's, for the next session; where that fails, it is measured again then.
+  void keep_measurements() noexcept;
+  // Forgets what was measured, here and in the file.
+  void forget_measurements();
 
   // Reads that wait for a disk, not for a core, where there is no io_uring: 16 threads keep a disk busy to two thirds of what 32
   // reach, and more add nothing.

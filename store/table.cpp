@@ -72,6 +72,7 @@ RepairReport Table::repair_from(const Table& backup, const Progress& progress) {
 }
 std::uint64_t Table::written_pages() const { return impl_->written_pages(); }
 PageIoReport Table::io_report() const { return impl_->io_report(); }
+DeviceStats Table::device_stats() const { return impl_->device_stats(); }
 TableCounters Table::counters() const { return impl_->counters(); }
 TableStats Table::stats() const { return impl_->stats(); }
 

@@ -69,6 +69,19 @@ struct TableStats {
   bool whole = false;              // every page of the table has a frame
 };
 
+// How rows moved between the table's frames and a device.
+struct DeviceStats {
+  std::uint64_t transfers = 0;             // a call moves its rows in one, an update in two
+  std::uint64_t kernel_rows = 0;           // by a kernel that reads and writes the frames itself
+  std::uint64_t thread_rows = 0;           // by threads of the host, through pinned memory and a DMA stream
+  std::uint64_t pageable_rows = 0;         // through pageable memory: the frames are not registered
+  std::uint64_t bytes = 0;                 // by kernel and threads
+  double seconds = 0;                      // from a transfer's begin to its end, sorting included, added up over calls
+  int device = -1;                         // the store's; -1: none
+  std::string device_name;                 // empty before its first use
+  std::vector<MoverMeasurement> measured;  // of the ways to move rows, on this machine
+};
+
 // Neighbouring pages, with their rows [first_row, last_row].
 struct PageRange {
   std::uint64_t page, pages, first_row, last_row;
@@ -199,6 +212,8 @@ class Table {
   std::uint64_t written_pages() const;
 
   TableStats stats() const;
+  // What moved to and from the store's device, and what was measured of the ways to do it.
+  DeviceStats device_stats() const;
   TableCounters counters() const;
   // How the table's file is read and written; finds out if nobody has used it yet (at most some dozen reads).
   PageIoReport io_report() const;

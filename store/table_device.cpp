@@ -2,21 +2,81 @@
 // holds them, the device moves the rows.
 #include <fmt/format.h>
 
+#include <chrono>
+#include <utility>
+
 #include "base/checked.hpp"
 #include "store/table_impl.hpp"
 #include "store/whole_pages.hpp"
 
 namespace embermap {
 
-void TableImpl::for_device_passes(const DeviceCall& call, Access access, CudaStream stream, const DevicePass& body) {
+namespace {
+// Batches of fewer bytes move well enough without being measured.
+constexpr std::uint64_t kWorthMeasuring = 8 << 20;
+}  // namespace
+
+FrameSource TableImpl::frame_source(HotPages& pages) const {
+  return {.slab = pages.slab().data(),
+          .registered = pinned_.registered(),
+          .page_bytes = entry_.geometry.page_bytes(),
+          .rows_per_page = entry_.geometry.rows_per_page,
+          .stride = entry_.geometry.stride,
+          .whole = pages.whole(),
+          .slab_bytes = pages.frames() * entry_.geometry.page_bytes()};
+}
+
+void TableImpl::measure_movers(CudaEngine& engine, std::uint64_t count, std::uint64_t offset, std::uint64_t bytes) {
+  if (count < kWorthMeasuring / bytes) return;
+  const auto known = [&] {
+    return engine.model().knows(
+        {.rows = count, .row_bytes = bytes, .pool_bytes = frame_source(hot()).slab_bytes, .threads = core_->compute.threads()});
+  };
+  {
+    const auto lock = side_by_side();
+    (void)hot();
+    if (!pinned_.registered() || known()) return;
+  }
+  const auto lock = alone();  // rows are read, and written as they were
+  HotPages& pages = hot();
+  if (!pinned_.registered() || known()) return;
+  const std::uint64_t rows = std::min(entry_.geometry.rows, pages.frames() * entry_.geometry.rows_per_page);
+  engine.calibrate(frame_source(pages), rows, offset, bytes, /*both_ways=*/true, core_->compute);
+  core_->keep_measurements();
+}
+
+void TableImpl::note_moved(const DeviceCall& call) {
+  const Moved moved = call.engine.moved(*call.batch);
+  const std::lock_guard lock(moved_mutex_);
+  moved_.batches += moved.batches;
+  moved_.kernel_rows += moved.kernel_rows;
+  moved_.thread_rows += moved.thread_rows;
+  moved_.pageable_rows += moved.pageable_rows;
+  moved_.bytes += moved.bytes;
+  moved_.nanoseconds += call.nanoseconds;
+}
+
+DeviceStats TableImpl::device_stats() const {
+  DeviceStats stats;
+  stats.device = core_->device;
+  if (CudaEngine* const engine = core_->engine_in_use()) {
+    stats.device_name = engine->device_name();
+    stats.measured = engine->model().measurements();
+  }
+  const std::lock_guard lock(moved_mutex_);
+  stats.transfers = moved_.batches;
+  stats.kernel_rows = moved_.kernel_rows;
+  stats.thread_rows = moved_.thread_rows;
+  stats.pageable_rows = moved_.pageable_rows;
+  stats.bytes = moved_.bytes;
+  stats.seconds = static_cast<double>(moved_.nanoseconds) * 1e-9;
+  return stats;
+}
+
+void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream stream, const DevicePass& body) {
   const CudaBatch& batch = *call.batch;
   HotPages& pages_in_memory = hot();
-  const FrameSource source{.slab = pages_in_memory.slab().data(),
-                           .registered = pinned_.registered(),
-                           .page_bytes = entry_.geometry.page_bytes(),
-                           .rows_per_page = entry_.geometry.rows_per_page,
-                           .stride = entry_.geometry.stride,
-                           .whole = pages_in_memory.whole()};
+  const FrameSource source = frame_source(pages_in_memory);
   if (source.whole) return for_device_whole(call, source, access, stream, body);
   // Passes.
   std::vector<std::uint32_t> frames(std::min<std::uint64_t>(batch.pages.size(), pages_in_memory.frames()));
@@ -29,7 +89,7 @@ void TableImpl::for_device_passes(const DeviceCall& call, Access access, CudaStr
   }
 }
 
-void TableImpl::device_pass(const DeviceCall& call, Access access, CudaStream stream, const std::function<void()>& body) {
+void TableImpl::device_pass(DeviceCall& call, Access access, CudaStream stream, const std::function<void()>& body) {
   std::shared_lock<FairSharedMutex> reading(rows_, std::defer_lock);
   std::unique_lock<FairSharedMutex> writing(rows_, std::defer_lock);
   if (call.shared.owns_lock()) {
@@ -38,6 +98,7 @@ void TableImpl::device_pass(const DeviceCall& call, Access access, CudaStream st
     else
       writing.lock();
   }
+  const auto begin = std::chrono::steady_clock::now();
   try {
     body();
   } catch (...) {
@@ -50,24 +111,28 @@ void TableImpl::device_pass(const DeviceCall& call, Access access, CudaStream st
     throw;
   }
   call.engine.wait(stream);
+  call.nanoseconds += static_cast<std::uint64_t>((std::chrono::steady_clock::now() - begin).count());
 }
 
 // Every page has its frame, and keeps it: what is not in memory is read while the device sorts.
-void TableImpl::for_device_whole(const DeviceCall& call, const FrameSource& source, Access access, CudaStream stream,
+void TableImpl::for_device_whole(DeviceCall& call, const FrameSource& source, Access access, CudaStream stream,
                                  const DevicePass& body) {
   const std::span<const std::int64_t> ids = call.batch->ids;
   static_cast<WholePages&>(hot()).load_rows({reinterpret_cast<const std::uint64_t*>(ids.data()), ids.size()}, access);
   device_pass(call, access, stream, [&] { body(source, 0, {}); });
 }
 
-TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
+TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t offset,
+                                              std::uint64_t bytes, CudaStream stream) {
   CudaEngine& engine = core_->engine(device);
+  measure_movers(engine, count, offset, bytes);
   const auto make = [&] {
     return engine.make_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
   };
   DeviceCall call{engine, side_by_side(), {}, nullptr};
   if (count != 0 && hot().whole()) {
-    call.batch = engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, core_->compute, stream);
+    call.batch =
+        engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, core_->compute, stream);
     return call;
   }
   call.batch = make();
@@ -81,14 +146,39 @@ TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* id
 void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
                               std::string_view field_name, CudaStream stream) {
   const Field& field = schema_.field(field_name);
-  const DeviceCall call = begin_device(device, ids, count, stream);
+  if (gather_whole(device, ids, count, out, field, stream)) return;
+  DeviceCall call = begin_device(device, ids, count, field.offset, field.bytes, stream);
   if (count == 0) return;
   for_device_passes(call, Access::kRead, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
                       call.engine.fetch(*call.batch, source, first, frames, field.offset, field.bytes, core_->compute, stream);
                     });
   call.engine.expand(*call.batch, out, stream);
+  note_moved(call);
   rows_gathered_ += count;
+}
+
+// Where all pages are in memory for good, nothing has to be held: rows are on their way before the host has looked at the ids.
+// False if it is not so.
+bool TableImpl::gather_whole(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, const Field& field,
+                             CudaStream stream) {
+  CudaEngine& engine = core_->engine(device);
+  if (count == 0) return false;
+  measure_movers(engine, count, field.offset, field.bytes);
+  DeviceCall call{engine, side_by_side(), {}, nullptr};
+  HotPages& pages = hot();
+  if (!pages.whole()) return false;
+  auto& whole = static_cast<WholePages&>(pages);
+  if (!whole.all_ready()) return false;
+  device_pass(call, Access::kRead, stream, [&] {
+    call.batch = engine.gather(ids, count, entry_.geometry.rows, name_, frame_source(pages), field.offset, field.bytes, out,
+                               core_->compute, stream, [&](std::span<const std::int64_t> on_host) {
+                                 whole.load_rows({reinterpret_cast<const std::uint64_t*>(on_host.data()), on_host.size()});
+                               });
+  });
+  note_moved(call);
+  rows_gathered_ += count;
+  return true;
 }
 
 void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows,
@@ -96,7 +186,7 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
   core_->bound_log();
   check_writable();
   const Field& field = schema_.field(field_name);
-  const DeviceCall call = begin_device(device, ids, count, stream);
+  DeviceCall call = begin_device(device, ids, count, field.offset, field.bytes, stream);
   if (count == 0) return;
   bool assigned = false;
   for_device_passes(call, Access::kWrite, stream,
@@ -107,6 +197,7 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
                       }
                       call.engine.write_back(*call.batch, source, first, frames, core_->compute, stream);
                     });
+  note_moved(call);
   rows_written_ += count;
   note_dirty();
 }
@@ -140,7 +231,7 @@ void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t
 void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
                               const std::function<void(CudaEngine&, CudaBatch&)>& change, const std::function<void()>& done) {
   core_->bound_log();
-  const DeviceCall call = begin_device(device, ids, count, stream);
+  DeviceCall call = begin_device(device, ids, count, 0, bytes, stream);
   if (count == 0) return;
   CudaEngine& engine = call.engine;
   CudaBatch& batch = *call.batch;
@@ -162,6 +253,7 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
                       });
     done();
   }
+  note_moved(call);
   rows_written_ += count;
   note_dirty();
 }

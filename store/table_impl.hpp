@@ -117,6 +117,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::filesystem::path data_path() const;
   bool writable() const noexcept { return core_->writable && writable_; }
   TableStats stats() const;
+  DeviceStats device_stats() const;
   TableCounters counters() const;
   PageIoReport io_report() const;
   std::uint64_t written_pages() const;
@@ -190,16 +191,25 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
     Shared shared;
     Alone alone;
     std::unique_ptr<CudaBatch> batch;
+    std::uint64_t nanoseconds = 0;
   };
-  DeviceCall begin_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
+  // Bytes [offset, offset + bytes) of the records are to be moved.
+  DeviceCall begin_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t offset, std::uint64_t bytes,
+                          CudaStream stream);
+  bool gather_whole(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, const Field& field,
+                    CudaStream stream);
+  FrameSource frame_source(HotPages& pages) const;
+  // Measures how rows of such a length move, unless that is known or the batch is too small to need it.
+  void measure_movers(CudaEngine& engine, std::uint64_t count, std::uint64_t offset, std::uint64_t bytes);
+  // Adds what the batch moved, in so much time, to the statistics.
+  void note_moved(const DeviceCall& call);
   // Calls body(frames of the slab, first, frames) for consecutive stretches of the batch's pages that fit into memory together;
   // the frames are held until the stream has passed. Where the call shares files_, rows_ is taken around the one stretch.
   using DevicePass = std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>)>;
-  void for_device_passes(const DeviceCall& call, Access access, CudaStream stream, const DevicePass& body);
-  void for_device_whole(const DeviceCall& call, const FrameSource& source, Access access, CudaStream stream,
-                        const DevicePass& body);
+  void for_device_passes(DeviceCall& call, Access access, CudaStream stream, const DevicePass& body);
+  void for_device_whole(DeviceCall& call, const FrameSource& source, Access access, CudaStream stream, const DevicePass& body);
   // Calls body() with rows_ locked as the access demands, and waits for the stream.
-  void device_pass(const DeviceCall& call, Access access, CudaStream stream, const std::function<void()>& body);
+  void device_pass(DeviceCall& call, Access access, CudaStream stream, const std::function<void()>& body);
 
   const std::shared_ptr<StoreCore> core_;
   const std::string name_;
@@ -221,6 +231,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::atomic<HotPages*> hot_ready_{nullptr};
   HotPages::Counts past_;  // of hot pages that were given up for others
   mutable std::atomic<std::uint64_t> rows_gathered_{0}, rows_written_{0};
+  mutable std::mutex moved_mutex_;
+  Moved moved_;  // to and from the device
 };
 
 }  // namespace embermap

@@ -133,6 +133,7 @@ std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::v
         if (dirty_[page.page].exchange(0) != 0) --dirty_count_;
       }
       state_[page.page].store(failure != nullptr ? kMissing : kReady, std::memory_order_release);
+      if (failure == nullptr) ready_.fetch_add(1, std::memory_order_release);
     }
     changed_.notify_all();
     if (failure != nullptr) {
@@ -172,8 +173,8 @@ std::optional<HotPages::Hold> WholePages::hold(std::span<const std::uint64_t> pa
 void WholePages::load_rows(std::span<const std::uint64_t> ids, Access access) {
   std::vector<std::uint32_t> none;
   load(
-      ids.size(), access, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); },
-      [](std::uint64_t) { return false; }, none);
+      ids.size(), access, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); }, [](std::uint64_t) { return false; },
+      none);
 }
 
 HotPages::Hold WholePages::hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) {
@@ -199,6 +200,7 @@ void WholePages::release(Hold& hold) noexcept {
         --resident_;
       }
       state_[page].store(hold.replaced_ ? kReady : kMissing, std::memory_order_release);
+      if (hold.replaced_) ready_.fetch_add(1, std::memory_order_release);
     }
   }
   changed_.notify_all();

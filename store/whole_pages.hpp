@@ -24,6 +24,8 @@ class WholePages final : public HotPages {
   // Makes the pages of these rows resident, for good: row `id` < the table's rows then lies at frame(0) + id * stride. With
   // Access::kWrite they are marked dirty.
   void load_rows(std::span<const std::uint64_t> ids, Access access = Access::kRead);
+  // Every page is in memory, and stays there.
+  bool all_ready() const noexcept { return ready_.load(std::memory_order_acquire) == pages_; }
   Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) override;
   std::uint64_t promisable(std::uint64_t wanted, std::function<void()>) override { return wanted; }
   std::shared_ptr<const Expected> expect(std::span<const std::uint64_t>) override { return std::make_shared<Expected>(); }
@@ -61,6 +63,7 @@ class WholePages final : public HotPages {
   std::mutex mutex_;                 // who fills which page
   std::condition_variable changed_;  // a fill ended
   std::atomic<std::uint32_t> batch_{0};
+  std::atomic<std::uint64_t> ready_{0};  // pages in that state
   std::atomic<std::uint64_t> hits_{0}, misses_{0}, resident_{0}, dirty_count_{0}, waited_ns_{0};
 };
 

@@ -4,8 +4,11 @@
 #include <array>
 #include <atomic>
 #include <bit>
+#include <chrono>
 #include <cstring>
+#include <limits>
 #include <numeric>
+#include <random>
 
 #include "base/checked.hpp"
 #include "base/error.hpp"
@@ -35,10 +38,15 @@ using gpu::PageEntry;
 using gpu::StagingPool;
 
 constexpr std::uint64_t kStagingPiece = 8 << 20;  // rows of an unregistered slab cross in pieces of this size, two in flight
-constexpr std::uint64_t kFewBytes = 1 << 20;        // are not worth waking threads for
-constexpr std::uint64_t kMostUnsettled = 1 << 30;   // of a working set with room for more rows than there may be
-constexpr unsigned kLanes = 4;  // batches whose rows are moved by threads at the same time
-constexpr std::uint64_t kFewPages = 1024;         // pages read back together with the counts, at least and
+constexpr std::array<std::uint64_t, 4> kMeasuredRows = {4096, 32'768, 131'072, 1'048'576};
+constexpr std::uint64_t kMostMeasuredBytes = 1 << 30;
+constexpr std::size_t kMeasuredRepeats = 3;
+constexpr std::uint64_t kFewIds = 4096;               // are fetched as they are, neither sorted nor made distinct
+constexpr std::uint64_t kMostEarlyBytes = 256 << 20;  // of a gather in which threads begin before the ids are sorted
+constexpr float kFewRepeat = 0.9F;                    // as large a part of the ids is distinct then
+constexpr std::uint64_t kMostUnsettled = 1 << 30;     // of a working set with room for more rows than there may be
+constexpr unsigned kLanes = 4;                        // batches whose rows are moved by threads at the same time
+constexpr std::uint64_t kFewPages = 1024;             // pages read back together with the counts, at least and
 constexpr std::uint64_t kManyPages = kStagingPiece / sizeof(PageEntry);  // at most
 
 // What batches go on using when their engine has ended.
@@ -60,15 +68,17 @@ class DeviceBatch final : public CudaBatch {
   cudaStream_t stream = nullptr;
   std::uint64_t rows_per_page = 0;
   bool wide_keys = false;
-  bool whole = false;     // made by begin_batch()
-  DeviceBuffer memory;    // `header` and the arrays of `groups`
+  bool whole = false;             // made by begin_batch()
+  DeviceBuffer memory;            // `header` and the arrays of `groups`
   GroupHeader* header = nullptr;  // of begin_batch()
   gpu::IdGroups groups;
   StagingPool::Lease ids_on_host;
   StagingPool::Lease keys_on_host;  // of a whole table: with the header before them
   const void* host_keys = nullptr;  // distinct ids, ascending; once settled
   bool settled = false;             // they are there
-  std::uint64_t claimed_at = 0;     // in `memory`: where the kernel counts
+  bool uncounted = false;           // a kernel moved all rows, not counted in `moved`
+  Moved moved;
+  std::uint64_t claimed_at = 0;  // in `memory`: where the kernel counts
   std::uint64_t key_bytes() const noexcept { return wide_keys ? sizeof(std::uint64_t) : sizeof(std::uint32_t); }
   LinkLanes::Lease lane;  // once threads have moved rows
 
@@ -76,7 +86,6 @@ class DeviceBatch final : public CudaBatch {
   bool has_working = false;
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
-
 };
 
 class Engine final : public CudaEngine {
@@ -84,6 +93,9 @@ class Engine final : public CudaEngine {
   explicit Engine(int device) : device_{device}, shared_{std::make_shared<Shared>(device)} {
     EMBERMAP_CUDA(cudaDeviceGetAttribute(&host_pointers_work_, cudaDevAttrCanUseHostPointerForRegisteredMem, device));
     EMBERMAP_CUDA(cudaDeviceGetAttribute(&pageable_access_, cudaDevAttrPageableMemoryAccess, device));
+    cudaDeviceProp properties{};
+    EMBERMAP_CUDA(cudaGetDeviceProperties(&properties, device));
+    name_ = properties.name;
   }
 
   int device() const noexcept override { return device_; }
@@ -103,7 +115,15 @@ class Engine final : public CudaEngine {
   void add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) override;
   void step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads, DType grad_dtype,
             CudaStream stream) override;
-  void set_mover(Mover mover) noexcept override { mover_ = mover; }
+  std::unique_ptr<CudaBatch> gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,
+                                    const FrameSource& source, std::uint64_t offset, std::uint64_t bytes, std::byte* out,
+                                    ThreadPool& pool, CudaStream stream,
+                                    const std::function<void(std::span<const std::int64_t>)>& meanwhile) override;
+  Moved moved(CudaBatch& batch) override;
+  const std::string& device_name() const noexcept override { return name_; }
+  MoverModel& model() noexcept override { return model_; }
+  void calibrate(const FrameSource& source, std::uint64_t rows, std::uint64_t offset, std::uint64_t bytes, bool both_ways,
+                 ThreadPool& pool) override;
   void wait(CudaStream stream) override;
 
  private:
@@ -119,7 +139,13 @@ class Engine final : public CudaEngine {
                   std::uint64_t have);
   struct Stretch;
   gpu::RowMove move_of(const Stretch& stretch, const DeviceBuffer& frames, LinkLane* lane) const;
-  LinkLane* lane_for(DeviceBatch& batch, std::uint64_t rows, ThreadPool& pool);
+  LinkLane* lane_for(DeviceBatch& batch);
+  MoverWay way_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const;
+  StagingPool::Lease send_ids(const std::int64_t* ids, std::uint64_t count, cudaStream_t stream);
+  void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool);
+  static void count_moved(DeviceBatch& batch, std::uint64_t by_kernel, std::uint64_t rows);
+  // Rows of a registered slab to the working set, or back.
+  void move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool);
   void need_keys(DeviceBatch& batch);
   DeviceBuffer send_frames(std::span<const std::uint32_t> frames, cudaStream_t stream);
   bool zero_copy(const FrameSource& source) const { return source.registered && host_pointers_work_ != 0; }
@@ -135,8 +161,9 @@ class Engine final : public CudaEngine {
   gpu::MemoryPool& pool_ = shared_->pool;
   StagingPool& staging_ = shared_->staging;
   LinkLanes& lanes_ = shared_->lanes;
-  gpu::RowMoveShape shape_;
-  std::atomic<Mover> mover_{Mover::kAuto};
+  std::string name_;
+  MoverModel model_;
+  std::atomic<float> recent_distinct_{0};         // of the ids of the last large batch, those that were distinct
   std::atomic<std::uint64_t> expected_pages_{0};  // of the next batch: how many to read back before their number is known
 };
 
@@ -255,10 +282,7 @@ std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uin
   batch->whole = true;
   if (count == 0) return batch;
 
-  batch->ids_on_host = staging_.acquire(count * sizeof(std::int64_t), batch->stream);
-  EMBERMAP_CUDA(
-      cudaMemcpyAsync(batch->ids_on_host.data(), ids, count * sizeof(std::int64_t), cudaMemcpyDefault, batch->stream));
-  batch->ids_on_host.mark();
+  batch->ids_on_host = send_ids(ids, count, batch->stream);
   gpu::group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, batch->header, nullptr, pool_,
                  batch->stream);
   send_keys(*batch, count);
@@ -319,8 +343,8 @@ void Engine::read_pages(DeviceBatch& batch, const GroupHeader& header, const Pag
   staging.settled();
 }
 
-// The working set for rows of `bytes` at `offset`, made if it is not there. As long as nobody knows how many rows there are it has
-// room for one per id.
+// The working set for rows of `bytes` at `offset`, made if it is not there. As long as nobody knows how many rows there are it
+// has room for one per id.
 void Engine::need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t bytes, const char* call) {
   if (bytes == 0) throw InvalidArgument(fmt::format("{}: rows of 0 bytes", call));
   if (batch.has_working) {
@@ -352,9 +376,9 @@ void check_source(const DeviceBatch& batch, const FrameSource& source, std::uint
                   std::uint64_t offset, std::uint64_t bytes, const char* call) {
   if (batch.whole != source.whole)
     throw InvalidArgument(fmt::format("{}: the batch was made for {}, the frames are of {}", call,
-                                      batch.whole ? "a whole table" : "some pages", source.whole ? "a whole table" : "some pages"));
-  if (batch.whole ? first_page != 0 || pages != 0
-                  : first_page > batch.pages.size() || pages > batch.pages.size() - first_page)
+                                      batch.whole ? "a whole table" : "some pages",
+                                      source.whole ? "a whole table" : "some pages"));
+  if (batch.whole ? first_page != 0 || pages != 0 : first_page > batch.pages.size() || pages > batch.pages.size() - first_page)
     throw InvalidArgument(fmt::format("{}: pages [{}, +{}) of a batch with {}", call, first_page, pages, batch.pages.size()));
   if (pages == 0 && !batch.whole) return;
   if (source.slab == nullptr) throw InvalidArgument(fmt::format("{}: no slab", call));
@@ -433,12 +457,9 @@ gpu::RowMove Engine::move_of(const Stretch& s, const DeviceBuffer& frames, LinkL
           .meeting = lane != nullptr ? lane->meeting() : nullptr};
 }
 
-// A lane for the batch, set up for a new transfer; null if threads are to have no part in it.
-LinkLane* Engine::lane_for(DeviceBatch& batch, std::uint64_t rows, ThreadPool& pool) {
-  const Mover mover = mover_.load(std::memory_order_relaxed);
-  if (mover == Mover::kKernel || batch.bytes > lanes_.shape().chunk_bytes) return nullptr;
-  if (mover == Mover::kAuto && rows * batch.bytes < kFewBytes) return nullptr;
-  (void)pool;
+// A lane for the batch, set up for a new transfer; null if there is none.
+LinkLane* Engine::lane_for(DeviceBatch& batch) {
+  if (batch.bytes > lanes_.shape().chunk_bytes) return nullptr;
   if (!batch.lane) {
     LinkLanes::Lease lease = lanes_.acquire();
     if (!lease) return nullptr;
@@ -448,6 +469,167 @@ LinkLane* Engine::lane_for(DeviceBatch& batch, std::uint64_t rows, ThreadPool& p
   EMBERMAP_CUDA(cudaStreamSynchronize(lane->stream()));  // its chunks are free
   *lane->meeting() = {.host_low = std::numeric_limits<std::int64_t>::max(), .kernel_high = 0};
   return lane;
+}
+
+MoverWay Engine::way_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const {
+  return model_
+      .choose({.fetch = fetch,
+               .rows = stretch.rows(),
+               .row_bytes = stretch.batch.bytes,
+               .pool_bytes = stretch.source.slab_bytes,
+               .threads = pool.threads()})
+      .way;
+}
+
+void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool) {
+  DeviceBatch& batch = stretch.batch;
+  ++batch.moved.batches;
+  LinkLane* const lane = way.host_threads != 0 ? lane_for(batch) : nullptr;
+  const bool alone = lane != nullptr && way.blocks == 0;
+  DeviceBuffer frames;
+  if (!batch.whole) {
+    if (lane != nullptr) need_keys(batch);
+    if (!alone) frames = send_frames(stretch.frames, batch.stream);
+  }
+  if (lane != nullptr) lane->follow(batch.stream);
+  if (!alone) {
+    gpu::RowMoveShape shape;
+    if (way.blocks != 0) shape = {.blocks = way.blocks, .threads = way.block_threads};
+    if (fetch)
+      gpu::move_from_frames(move_of(stretch, frames, lane), shape, batch.stream);
+    else
+      gpu::move_to_frames(move_of(stretch, frames, lane), shape, batch.stream);
+  }
+  if (lane == nullptr) {
+    if (batch.whole && !batch.settled) {
+      batch.uncounted = true;  // how many rows there are is known when the stream has been waited for
+      return;
+    }
+    count_moved(batch, stretch.rows(), stretch.rows());
+    return;
+  }
+  if (fetch) return finish_fetch(stretch, way, *lane, pool);
+  settle(batch);
+  const std::uint64_t rows = stretch.rows();
+  const std::uint64_t low =
+      gpu::store_by_threads(*lane, stretch.host_places(), rows, batch.bytes, stretch.working, alone, pool, way.host_threads);
+  count_moved(batch, low, rows);
+}
+
+// The threads' part, beside the kernel's if there is one.
+void Engine::finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool) {
+  DeviceBatch& batch = stretch.batch;
+  settle(batch);
+  const std::uint64_t rows = stretch.rows();
+  const std::uint64_t low = gpu::fetch_by_threads(lane, stretch.host_places(), rows, batch.bytes, stretch.working,
+                                                  way.blocks == 0, pool, way.host_threads);
+  lane.lead(batch.stream);
+  count_moved(batch, low, rows);
+}
+
+void Engine::count_moved(DeviceBatch& batch, std::uint64_t by_kernel, std::uint64_t rows) {
+  batch.moved.kernel_rows += by_kernel;
+  batch.moved.thread_rows += rows - by_kernel;
+  batch.moved.bytes += rows * batch.bytes;
+}
+
+Moved Engine::moved(CudaBatch& batch) {
+  auto& mine = dynamic_cast<DeviceBatch&>(batch);
+  if (std::exchange(mine.uncounted, false)) {
+    settle(mine);
+    count_moved(mine, mine.distinct, mine.distinct);
+  }
+  return mine.moved;
+}
+
+// The ids on their way to the host.
+StagingPool::Lease Engine::send_ids(const std::int64_t* ids, std::uint64_t count, cudaStream_t stream) {
+  StagingPool::Lease lease = staging_.acquire(count * sizeof(std::int64_t), stream);
+  EMBERMAP_CUDA(cudaMemcpyAsync(lease.data(), ids, count * sizeof(std::int64_t), cudaMemcpyDefault, stream));
+  lease.mark();
+  return lease;
+}
+
+// Threads need neither sorted nor distinct ids: where few repeat, they begin with the last ones as they are, straight to their
+// places in `out`, while the device sorts the others.
+std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                          const std::string& table, const FrameSource& source, std::uint64_t offset,
+                                          std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream,
+                                          const std::function<void(std::span<const std::int64_t>)>& meanwhile) {
+  const gpu::ScopedDevice current(device_);
+  gpu::refuse_capture(native(stream), "gather");
+  const bool reaches = zero_copy(source);
+  const MoverRate choice = model_.choose(
+      {.fetch = true, .rows = count, .row_bytes = bytes, .pool_bytes = source.slab_bytes, .threads = pool.threads()});
+  const bool direct = reaches && count <= kFewIds;
+
+  auto batch = new_batch(ids, direct ? 0 : count, rows, source.rows_per_page, "gather", stream);
+  DeviceBatch& mine = *batch;
+  mine.whole = true;
+  if (count == 0) return batch;
+  check_memory(ids, "ids of a batch");
+  check_memory(out, "output of gather");
+  check_source(mine, source, 0, 0, offset, bytes, "gather");
+  mine.ids_on_host = send_ids(ids, count, mine.stream);
+  mine.bytes = bytes;
+  std::uint64_t tail = 0;
+  LinkLane* early = nullptr;
+  if (!direct && reaches && choice.way.host_threads != 0 && count < kMostEarlyBytes / bytes &&
+      recent_distinct_.load(std::memory_order_relaxed) >= kFewRepeat) {
+    tail = static_cast<std::uint64_t>(static_cast<double>(count) * std::min(choice.thread_share, 0.75) / 2);
+    early = tail != 0 ? lane_for(mine) : nullptr;
+    if (early == nullptr) tail = 0;
+  }
+  const std::uint64_t head = count - tail;
+  if (!direct) {
+    mine.count = head;
+    need_rows(mine, offset, bytes, "gather");
+    if (early != nullptr) early->follow(mine.stream);
+    gpu::group_ids(ids, static_cast<std::uint32_t>(head), rows, source.rows_per_page, mine.groups, mine.header, nullptr, pool_,
+                   mine.stream);
+    send_keys(mine, head);
+  }
+  mine.ids_on_host.wait();
+  mine.ids = {reinterpret_cast<const std::int64_t*>(mine.ids_on_host.data()), count};
+  if (const auto bad = first_bad_id(mine.ids, rows, pool)) throw RowIdError(table, mine.ids[*bad], *bad, rows);
+
+  if (direct) {
+    // Few ids: sorting them would take longer than fetching some of them twice.
+    mine.offset = offset;
+    mine.memory = DeviceBuffer(pool_, sizeof(unsigned long long), mine.stream);
+    const Stretch stretch(mine, source, 0, {});
+    gpu::RowMove move = move_of(stretch, {}, nullptr);
+    move.places.keys = ids;
+    move.places.wide_keys = true;
+    move.working = out;
+    move.rows = count;
+    move.exact = nullptr;
+    gpu::move_from_frames(move, {}, mine.stream);
+    mine.moved = {.batches = 1, .kernel_rows = count, .bytes = count * bytes};
+    meanwhile(mine.ids);
+    return batch;
+  }
+  const Stretch stretch(mine, source, 0, {});
+  if (!reaches) {
+    fetch_through_host(stretch, pool);
+  } else if (early == nullptr) {
+    move(stretch, true, choice.way, pool);
+  } else {
+    ++mine.moved.batches;
+    if (choice.way.blocks != 0)
+      gpu::move_from_frames(move_of(stretch, {}, early), {.blocks = choice.way.blocks, .threads = choice.way.block_threads},
+                            mine.stream);
+    const HostPlaces as_they_are(source, mine.ids.data() + head, true, offset);
+    (void)gpu::fetch_by_threads(*early, as_they_are, tail, bytes, out + head * bytes, true, pool, choice.way.host_threads);
+    finish_fetch(stretch, choice.way, *early, pool);
+    mine.moved.thread_rows += tail;
+    mine.moved.bytes += tail * bytes;
+  }
+  gpu::expand_rows(mine.working.data(), mine.groups.inverse, head, bytes, out, mine.stream);
+  meanwhile(mine.ids);
+  if (mine.settled)
+    recent_distinct_.store(static_cast<float>(mine.distinct) / static_cast<float>(head), std::memory_order_relaxed);
+  return batch;
 }
 
 void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
@@ -460,27 +642,7 @@ void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t fi
   if (frames.empty() && !mine.whole) return;
   const Stretch stretch(mine, source, first_page, frames);
   if (!zero_copy(source)) return fetch_through_host(stretch, pool);
-
-  ++mine.moved.batches;
-  LinkLane* const lane = lane_for(mine, stretch.rows(), pool);
-  const bool alone = lane != nullptr && mover_ == Mover::kThreads;
-  DeviceBuffer on_device;
-  if (!mine.whole) {
-    if (lane != nullptr) need_keys(mine);
-    if (!alone) on_device = send_frames(frames, mine.stream);
-  }
-  if (lane != nullptr) lane->follow(mine.stream);
-  if (!alone) gpu::move_from_frames(move_of(stretch, on_device, lane), shape_, mine.stream);
-  std::uint64_t low = stretch.rows();
-  if (lane != nullptr) {
-    settle(mine);
-    const std::uint64_t rows = stretch.rows();
-    std::atomic_ref(lane->meeting()->host_low).store(static_cast<std::int64_t>(rows), std::memory_order_release);
-    low = gpu::fetch_by_threads(*lane, stretch.host_places(), rows, mine.bytes, stretch.working, alone, pool);
-    lane->lead(mine.stream);
-    mine.moved.thread_rows += rows - low;
-  }
-  mine.moved.kernel_rows += low;
+  move(stretch, true, way_of(stretch, true, pool), pool);
 }
 
 void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
@@ -492,26 +654,77 @@ void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64
   if (frames.empty() && !mine.whole) return;
   const Stretch stretch(mine, source, first_page, frames);
   if (!zero_copy(source)) return write_back_through_host(stretch, pool);
+  move(stretch, false, way_of(stretch, false, pool), pool);
+}
 
-  ++mine.moved.batches;
-  LinkLane* const lane = lane_for(mine, stretch.rows(), pool);
-  const bool alone = lane != nullptr && mover_ == Mover::kThreads;
-  DeviceBuffer on_device;
-  if (!mine.whole) {
-    if (lane != nullptr) need_keys(mine);
-    if (!alone) on_device = send_frames(frames, mine.stream);
+namespace {
+
+// Streams and the like that one measurement needs.
+class OwnStream {
+ public:
+  OwnStream() { EMBERMAP_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~OwnStream() {
+    gpu::check_teardown(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+    gpu::check_teardown(cudaStreamDestroy(stream_), "cudaStreamDestroy");
   }
-  if (lane != nullptr) lane->follow(mine.stream);
-  if (!alone) gpu::move_to_frames(move_of(stretch, on_device, lane), shape_, mine.stream);
-  std::uint64_t low = stretch.rows();
-  if (lane != nullptr) {
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  CudaStream handle() const { return CudaStream{stream_}; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+void Engine::calibrate(const FrameSource& source, std::uint64_t rows, std::uint64_t offset, std::uint64_t bytes, bool both_ways,
+                       ThreadPool& pool) {
+  const gpu::ScopedDevice current(device_);
+  if (!zero_copy(source) || rows == 0 || bytes == 0) return;
+  FrameSource whole = source;
+  whole.whole = true;
+  const OwnStream own;
+  const CudaStream stream = own.handle();
+  std::mt19937_64 random(rows);
+  std::vector<MoverMeasurement> measured;
+  for (const std::uint64_t size : kMeasuredRows) {
+    if (size > kMeasuredRows[0] && (size > rows || size > kMostMeasuredBytes / bytes)) break;
+    std::vector<std::int64_t> ids(std::min(size, rows));
+    for (std::int64_t& id : ids) id = static_cast<std::int64_t>(random() % rows);
+    const DeviceBuffer on_device(pool_, ids.size() * sizeof(std::int64_t), native(stream));
+    EMBERMAP_CUDA(
+        cudaMemcpyAsync(on_device.data(), ids.data(), ids.size() * sizeof(std::int64_t), cudaMemcpyHostToDevice, native(stream)));
+    const std::unique_ptr<CudaBatch> batch =
+        begin_batch(on_device.at<std::int64_t>(0), ids.size(), rows, source.rows_per_page, "calibration", pool, stream);
+    auto& mine = static_cast<DeviceBatch&>(*batch);
+    check_source(mine, whole, 0, 0, offset, bytes, "calibrate");
     settle(mine);
-    const std::uint64_t rows = stretch.rows();
-    std::atomic_ref(lane->meeting()->host_low).store(static_cast<std::int64_t>(rows), std::memory_order_release);
-    low = gpu::store_by_threads(*lane, stretch.host_places(), rows, mine.bytes, stretch.working, alone, pool);
-    mine.moved.thread_rows += rows - low;
+    need_rows(mine, offset, bytes, "calibrate");
+    const Stretch stretch(mine, whole, 0, {});
+    move(stretch, true, MoverWay{}, pool);  // all rows are there, whichever way is measured first
+    wait(stream);
+    for (const bool fetch : {true, false}) {
+      if (!fetch && !both_ways) break;
+      MoverMeasurement of{.of = {fetch, mine.distinct, bytes, source.slab_bytes, pool.threads()}, .rates = {}};
+      for (const MoverWay& way : mover_ways(pool.threads())) {
+        if (way.host_threads != 0 && bytes > lanes_.shape().chunk_bytes) continue;
+        std::array<double, kMeasuredRepeats> seconds{};
+        const std::uint64_t before = mine.moved.thread_rows;
+        for (double& one : seconds) {
+          const auto begin = std::chrono::steady_clock::now();
+          move(stretch, fetch, way, pool);
+          wait(stream);
+          one = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        }
+        const double share = static_cast<double>(mine.moved.thread_rows - before) / static_cast<double>(seconds.size()) /
+                             static_cast<double>(mine.distinct);
+        of.rates.push_back(
+            {way, static_cast<double>(mine.distinct * bytes) / *std::min_element(seconds.begin(), seconds.end()), share});
+      }
+      measured.push_back(std::move(of));
+    }
   }
-  mine.moved.kernel_rows += low;
+  model_.add(std::move(measured));
 }
 
 namespace {

@@ -67,7 +67,9 @@ struct Cut {
 class Transfer {
  public:
   Transfer(LinkLane& lane, std::uint64_t rows, std::uint64_t row_bytes, bool alone)
-      : cut{lane.shape(), rows, row_bytes}, lane_{lane}, alone_{alone}, slots_(lane.shape().chunks) {}
+      : cut{lane.shape(), rows, row_bytes}, lane_{lane}, alone_{alone}, slots_(lane.shape().chunks), low_{rows} {
+    show(rows);
+  }
 
   // Takes chunks up to the one with this number, as long as their places are free and the kernel has not their rows, and calls
   // begin(chunk) for each.
@@ -77,14 +79,12 @@ class Transfer {
     while (!met_.load(std::memory_order_relaxed) && taken_.load(std::memory_order_relaxed) <= chunk) {
       const std::uint64_t next = taken_.load(std::memory_order_relaxed);
       if (slot(next).closed.load(std::memory_order_acquire) != next / slots_.size()) return;
-      std::atomic_ref low(lane_.meeting()->host_low);
-      std::atomic_ref high(lane_.meeting()->kernel_high);
-      const auto below = static_cast<std::uint64_t>(low.load(std::memory_order_relaxed));
-      if (below == 0 || (!alone_ && below <= high.load(std::memory_order_relaxed))) {
+      if (low_ == 0 || (!alone_ && low_ <= std::atomic_ref(lane_.meeting()->kernel_high).load(std::memory_order_relaxed))) {
         met_.store(true, std::memory_order_release);
         return;
       }
-      low.store(static_cast<std::int64_t>(cut.chunk_begin(next)), std::memory_order_release);
+      low_ = cut.chunk_begin(next);
+      show(low_);
       begin(next);
       slot(next).pieces.store(0, std::memory_order_relaxed);
       taken_.store(next + 1, std::memory_order_release);
@@ -94,7 +94,9 @@ class Transfer {
   bool met() const { return met_.load(std::memory_order_acquire); }
   std::uint64_t next_piece() { return next_piece_.fetch_add(1, std::memory_order_relaxed); }
   // A piece of the chunk is done; true for the last one.
-  bool done(std::uint64_t chunk) { return slot(chunk).pieces.fetch_add(1, std::memory_order_acq_rel) + 1 == cut.pieces_of(chunk); }
+  bool done(std::uint64_t chunk) {
+    return slot(chunk).pieces.fetch_add(1, std::memory_order_acq_rel) + 1 == cut.pieces_of(chunk);
+  }
   void close(std::uint64_t chunk) { slot(chunk).closed.fetch_add(1, std::memory_order_release); }
   void open(std::uint64_t chunk) { slot(chunk).opened.store(chunk + 1, std::memory_order_release); }
   bool opened(std::uint64_t chunk) const {
@@ -106,9 +108,7 @@ class Transfer {
   }
   cudaEvent_t event(std::uint64_t chunk) const { return lane_.event(chunk % slots_.size()); }
   std::uint64_t ring() const { return slots_.size(); }
-  std::uint64_t low() const {
-    return static_cast<std::uint64_t>(std::atomic_ref(lane_.meeting()->host_low).load(std::memory_order_relaxed));
-  }
+  std::uint64_t low() const { return low_; }  // when all threads have ended
 
   const Cut cut;
 
@@ -119,11 +119,15 @@ class Transfer {
     std::atomic<std::uint64_t> pieces{0};  // of the present chunk that are done
   };
   Slot& slot(std::uint64_t chunk) { return slots_[chunk % slots_.size()]; }
+  void show(std::uint64_t low) {
+    if (!alone_) std::atomic_ref(lane_.meeting()->host_low).store(static_cast<std::int64_t>(low), std::memory_order_release);
+  }
 
   LinkLane& lane_;
   const bool alone_;
   std::vector<Slot> slots_;
   std::mutex mutex_;
+  std::uint64_t low_;                    // rows from here on are the host's
   std::atomic<std::uint64_t> taken_{0};  // chunks
   std::atomic<bool> met_{false};
   std::atomic<std::uint64_t> next_piece_{0};
@@ -149,8 +153,8 @@ class Failure {
 };
 
 template <class Body>
-void on_all_threads(ThreadPool& pool, std::uint64_t most, int device, Failure& failure, const Body& body) {
-  pool.parallel_for(std::min<std::uint64_t>(pool.threads(), most), 1, [&](std::uint64_t begin, std::uint64_t end) {
+void on_threads(ThreadPool& pool, std::uint64_t threads, int device, Failure& failure, const Body& body) {
+  pool.parallel_for(std::min<std::uint64_t>(pool.threads(), threads), 1, [&](std::uint64_t begin, std::uint64_t end) {
     for (std::uint64_t i = begin; i < end; ++i) {
       try {
         const ScopedDevice current(device);
@@ -285,11 +289,11 @@ void HostPlaces::addresses(std::uint64_t begin, std::uint64_t end, std::byte** o
 }
 
 std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               std::byte* working, bool alone, ThreadPool& pool) {
+                               std::byte* working, bool alone, ThreadPool& pool, unsigned threads) {
   Transfer transfer(lane, rows, row_bytes, alone);
   const Cut& cut = transfer.cut;
   Failure failure;
-  on_all_threads(pool, cut.pieces(), current_device(), failure, [&] {
+  on_threads(pool, std::min<std::uint64_t>(threads, cut.pieces()), current_device(), failure, [&] {
     std::array<std::byte*, kMostPieceRows> addresses;
     while (!failure.any()) {
       const std::uint64_t piece = transfer.next_piece();
@@ -302,7 +306,7 @@ std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::ui
       }
       if (piece >= cut.pieces()) return;
       if (piece % cut.pieces_per_chunk == 0) {
-        if (chunk >= transfer.ring()) wait_for(transfer.event(chunk));  // what was there before has been carried away
+        wait_for(transfer.event(chunk));  // what was there before, of this transfer or another one, has been carried away
         transfer.open(chunk);
       } else {
         look_until([&] { return transfer.opened(chunk) || failure.any(); });
@@ -324,7 +328,7 @@ std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::ui
 }
 
 std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               const std::byte* working, bool alone, ThreadPool& pool) {
+                               const std::byte* working, bool alone, ThreadPool& pool, unsigned threads) {
   Transfer transfer(lane, rows, row_bytes, alone);
   const Cut& cut = transfer.cut;
   const std::uint64_t ahead = std::min<std::uint64_t>(lane.shape().ahead, transfer.ring() - 1);
@@ -335,7 +339,7 @@ std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::ui
                                   (cut.chunk_end(chunk) - first) * row_bytes, cudaMemcpyDeviceToHost, lane.stream()));
     EMBERMAP_CUDA(cudaEventRecord(transfer.event(chunk), lane.stream()));
   };
-  on_all_threads(pool, cut.pieces(), current_device(), failure, [&] {
+  on_threads(pool, std::min<std::uint64_t>(threads, cut.pieces()), current_device(), failure, [&] {
     std::array<std::byte*, kMostPieceRows> addresses;
     while (!failure.any()) {
       const std::uint64_t piece = transfer.next_piece();

@@ -128,13 +128,13 @@ class HostPlaces {
   std::span<const std::uint32_t> frames_;
 };
 
-// Moves rows [result, rows) and returns when they are copied (store), or copied and given to the lane's stream (fetch); from the last
-// row downwards, until the kernel at the lane's meeting point has the rest. `alone`: there is no kernel, and all rows are moved.
-// `working` is device memory that the lane's stream may use by then. Rows must fit a chunk. The meeting point must be set to
-// `rows`. The calling thread and those of `pool` take part.
+// Moves rows [result, rows) and returns when they are copied (store), or copied and given to the lane's stream (fetch); from the
+// last row downwards, until the kernel at the lane's meeting point has the rest. `alone`: there is no kernel, and all rows are
+// moved. `working` is device memory that the lane's stream may use by then. Rows must fit a chunk. The meeting point must be set
+// to `rows`. The calling thread and up to `threads` - 1 of `pool` take part.
 std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               std::byte* working, bool alone, ThreadPool& pool);
+                               std::byte* working, bool alone, ThreadPool& pool, unsigned threads);
 std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               const std::byte* working, bool alone, ThreadPool& pool);
+                               const std::byte* working, bool alone, ThreadPool& pool, unsigned threads);
 
 }  // namespace embermap::gpu

@@ -24,8 +24,8 @@ void copy(const char* name, const Map& map, std::uint64_t rows, std::uint64_t ro
   const auto with = [&]<class V>(V) {
     const std::uint64_t length = row_bytes / sizeof(V);
     const RowTiles tiles = RowTiles::over(rows, length, device::kCopySteps);
-    launch(name, device::copy_rows<V, Map>, grid(tiles.threads(), kThreads, kBlocksPerMultiprocessor), kThreads, stream, map, tiles,
-           length);
+    launch(name, device::copy_rows<V, Map>, grid(tiles.threads(), kThreads, kBlocksPerMultiprocessor), kThreads, stream, map,
+           tiles, length);
   };
   switch (std::min<std::uint64_t>(alignment & (~alignment + 1), 16)) {
     case 16: return with(uint4{});

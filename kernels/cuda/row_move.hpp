@@ -1,5 +1,5 @@
-// Moving records between frames in registered host memory and the working set by a kernel that reads and writes the frames itself.
-// Private to kernels/cuda/.
+// Moving records between frames in registered host memory and the working set by a kernel that reads and writes the frames
+// itself. Private to kernels/cuda/.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,8 +10,8 @@
 namespace embermap::gpu {
 
 // Where the kernel and the threads of the host meet that move the rows of one batch: it takes rows from the first one upwards,
-// they from the last one downwards. In host memory that the device reaches. A side looks at the other's mark before it takes more;
-// marks may be seen late, and rows that both then move get the same bytes twice. Each side moves all that it has taken: the
+// they from the last one downwards. In host memory that the device reaches. A side looks at the other's mark before it takes
+// more; marks may be seen late, and rows that both then move get the same bytes twice. Each side moves all that it has taken: the
 // kernel every row below the host's last mark, the host every row from there on. So no row is left out, and nothing has to be
 // atomic across the link.
 struct MeetingPoint {
@@ -26,9 +26,9 @@ struct RecordPlaces {
   std::byte* slab;  // registered host memory
   std::uint64_t page_bytes, stride, offset, row_bytes;
 
-  bool whole;            // page p lies in frame p
-  const void* keys;      // whole: the rows' ids, std::uint32_t or
-  bool wide_keys;        // std::uint64_t
+  bool whole;        // page p lies in frame p
+  const void* keys;  // whole: the rows' ids, std::uint32_t or
+  bool wide_keys;    // std::uint64_t
   std::uint64_t rows_per_page;
 
   const std::uint32_t* page_index;  // otherwise: frames[page_index[r] - first_page] and slots[r]

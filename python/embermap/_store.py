@@ -478,6 +478,14 @@ class Store:
         """
         self._live.checkpoint()
 
+    def recalibrate(self) -> None:
+        """Forget how fast rows moved to and from the GPU.
+
+        The next large batch of a table measures it again, in about a second, and the store keeps
+        that in `cuda.json`. For a machine that has changed, or was busy when it was measured.
+        """
+        self._live.recalibrate()
+
     def snapshot(
         self, destination: str | os.PathLike[str], *, progress: Progress | None = None
     ) -> dict[str, int]:

@@ -581,6 +581,13 @@ class Table:
         "threads", "cached"), "direct_reads", "direct_writes", and "io_note", what the system
         refused and why.
 
+        In a store with a device, "cuda" is a dict: its "device" (a name; empty before the first
+        use), "transfers" (a call moves its rows in one, an update in two), "kernel_rows" (moved by
+        a kernel that reads and writes the frames itself), "thread_rows" (by threads of the host
+        and DMA), "pageable_rows" (where frames are not registered), "bytes", "seconds", and
+        "measured", what is known of the ways to move rows: dicts with "direction", "rows",
+        "row_bytes", "pool_bytes", "threads", "kernel_blocks", "host_threads", "bytes_per_second".
+
         Cheap, and free of row access; the first call of a table that nobody has used yet probes
         its file.
         """

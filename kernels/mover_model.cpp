@@ -1,0 +1,93 @@
+#include "kernels/mover_model.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <utility>
+
+namespace embermap {
+namespace {
+
+constexpr std::uint64_t kFewBytes = 1 << 20;  // are not worth waking threads for
+constexpr unsigned kMostThreads = 8;
+constexpr MoverWay kSmallKernel{.blocks = 8, .block_threads = 512, .host_threads = 0};
+
+double octaves(std::uint64_t a, std::uint64_t b) {
+  return std::abs(std::log2(static_cast<double>(std::max<std::uint64_t>(a, 1))) -
+                  std::log2(static_cast<double>(std::max<std::uint64_t>(b, 1))));
+}
+
+// How unlike two cases are; infinite where one says nothing about the other.
+double distance(const MoverCase& a, const MoverCase& b) {
+  if (a.fetch != b.fetch || a.threads != b.threads) return std::numeric_limits<double>::infinity();
+  return octaves(a.rows, b.rows) + 2 * octaves(a.row_bytes, b.row_bytes) + octaves(a.pool_bytes, b.pool_bytes);
+}
+
+bool alike(const MoverCase& a, const MoverCase& b) {
+  return a.fetch == b.fetch && a.threads == b.threads && octaves(a.row_bytes, b.row_bytes) <= 0.5 &&
+         octaves(a.pool_bytes, b.pool_bytes) <= 1;
+}
+
+}  // namespace
+
+std::vector<MoverWay> mover_ways(unsigned threads) {
+  std::vector<MoverWay> ways{{4, 1024, 0}, {8, 512, 0}, {16, 512, 0}};
+  std::vector<unsigned> counts{std::min(threads, kMostThreads)};
+  if (threads > 4) counts.push_back(4);
+  if (threads > kMostThreads) counts.push_back(threads);
+  for (const unsigned count : counts) {
+    if (count == 0) continue;
+    ways.push_back({0, 0, count});
+    ways.push_back({4, 1024, count});
+    ways.push_back({16, 512, count});
+  }
+  return ways;
+}
+
+MoverRate MoverModel::choose(const MoverCase& of) const {
+  {
+    const std::lock_guard lock(mutex_);
+    const MoverMeasurement* nearest = nullptr;
+    double least = std::numeric_limits<double>::infinity();
+    for (const MoverMeasurement& measurement : measured_) {
+      const double far = distance(measurement.of, of);
+      if (far < least && !measurement.rates.empty()) {
+        least = far;
+        nearest = &measurement;
+      }
+    }
+    if (nearest != nullptr)
+      return *std::max_element(nearest->rates.begin(), nearest->rates.end(),
+                               [](const MoverRate& a, const MoverRate& b) { return a.bytes_per_second < b.bytes_per_second; });
+  }
+  if (of.rows < kFewBytes / std::max<std::uint64_t>(of.row_bytes, 1)) return {.way = kSmallKernel};
+  return {.way = {4, 1024, std::min(of.threads, kMostThreads)}};
+}
+
+bool MoverModel::knows(const MoverCase& of) const {
+  const std::lock_guard lock(mutex_);
+  return std::any_of(measured_.begin(), measured_.end(), [&](const MoverMeasurement& m) { return alike(m.of, of); });
+}
+
+void MoverModel::add(std::vector<MoverMeasurement> measured) {
+  const std::lock_guard lock(mutex_);
+  for (MoverMeasurement& one : measured) {
+    const auto same = std::find_if(measured_.begin(), measured_.end(), [&](const MoverMeasurement& m) { return m.of == one.of; });
+    if (same != measured_.end())
+      *same = std::move(one);
+    else
+      measured_.push_back(std::move(one));
+  }
+}
+
+void MoverModel::clear() {
+  const std::lock_guard lock(mutex_);
+  measured_.clear();
+}
+
+std::vector<MoverMeasurement> MoverModel::measurements() const {
+  const std::lock_guard lock(mutex_);
+  return measured_;
+}
+
+}  // namespace embermap
