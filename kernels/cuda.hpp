@@ -75,6 +75,16 @@ struct Moved {
   std::uint64_t nanoseconds = 0;  // from the first to the last of a batch's rows, added up over batches
 };
 
+// Distinct ids, ascending: std::uint64_t if `wide`, else std::uint32_t.
+struct HostKeys {
+  const void* data = nullptr;
+  bool wide = false;
+  std::uint64_t count = 0;
+  std::uint64_t operator[](std::uint64_t i) const noexcept {
+    return wide ? static_cast<const std::uint64_t*>(data)[i] : static_cast<const std::uint32_t*>(data)[i];
+  }
+};
+
 // A batch of ids on the device: sorted, distinct, with its pages, and the working set: one record (or slice of one) per distinct
 // id. Made by CudaEngine; owns its device memory, which is freed in the order of its stream. To be used with the engine and
 // stream it was made with (anything else is InvalidArgument), by one thread at a time. The stream must outlive it; the engine
@@ -118,21 +128,26 @@ class CudaEngine {
                                                  std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
                                                  CudaStream stream) = 0;
 
+  // The distinct ids of such a batch on the host, ascending; waits until the device has sorted them. Valid as long as the batch.
+  virtual HostKeys keys(CudaBatch& batch) = 0;
+
   // out[i] = bytes [offset, offset + bytes) of the record of row ids[i], for a whole table of which every row is in memory: what
-  // begin_batch, fetch and expand do, with as little waiting between them as can be. Calls `meanwhile` with the ids on the host
-  // while the device works. Enqueues; the frames must keep their pages until the stream has passed. `out` is untouched where an
-  // id is bad. Returns the batch, for moved().
+  // begin_batch, fetch and expand do, with as little waiting between them as can be. Enqueues; the frames must keep their pages
+  // until the stream has passed. `out` is untouched where an id is bad. Returns the batch, for moved() and pages_used().
   virtual std::unique_ptr<CudaBatch> gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                             const std::string& table, const FrameSource& source, std::uint64_t offset,
-                                            std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream,
-                                            const std::function<void(std::span<const std::int64_t>)>& meanwhile) = 0;
+                                            std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream) = 0;
+  // How many distinct pages the ids of a gather() lie on. The stream must have been waited for.
+  virtual std::uint64_t pages_used(const CudaBatch& batch) const = 0;
 
   // Working set rows of pages [first_page, first_page + frames.size()) = bytes [offset, offset + bytes) of their records;
   // frames[i] is where page batch.pages[first_page + i] lies. All calls for one batch use one (offset, bytes), kept for the calls
   // below; `bytes` is a row's length in the working set. Enqueues: the frames must keep their pages until the stream has passed
-  // the call, `frames` may be reused at once. Without a registered slab it waits.
+  // the call, `frames` may be reused at once. Without a registered slab it waits. `meanwhile` is called once, while the device
+  // moves rows and before threads of the host do.
   virtual void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
-                     std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream) = 0;
+                     std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
+                     const std::function<void()>& meanwhile = {}) = 0;
 
   // Makes an uninitialised working set of `bytes` a row, for writes that replace whole rows: stands in for fetch.
   virtual void reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) = 0;
@@ -140,7 +155,13 @@ class CudaEngine {
   // The way back: records of pages [first_page, ...) get their bytes from the working set. Enqueues; without a registered slab it
   // waits.
   virtual void write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
-                          std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream) = 0;
+                          std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream,
+                          const std::function<void()>& meanwhile = {}) = 0;
+
+  // assign() and write_back() of a whole batch in one: `in` as there. Rows that a kernel moves are read where they are.
+  virtual void write_back_last(CudaBatch& batch, const FrameSource& source, std::uint64_t offset, std::uint64_t bytes,
+                               const std::byte* in, ThreadPool& pool, CudaStream stream,
+                               const std::function<void()>& meanwhile) = 0;
 
   // out[i] = working set row of ids[i], `bytes` each (device memory, as all data below).
   virtual void expand(CudaBatch& batch, std::byte* out, CudaStream stream) = 0;

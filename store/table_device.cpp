@@ -84,7 +84,7 @@ void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream st
     const std::uint64_t count = std::min<std::uint64_t>(frames.size(), batch.pages.size() - first);
     const std::span<std::uint32_t> places(frames.data(), count);
     const auto hold = pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
-    device_pass(call, access, stream, [&] { body(source, first, places); });
+    device_pass(call, access, stream, [&] { body(source, first, places, {}); });
     first += count;
   }
 }
@@ -114,12 +114,24 @@ void TableImpl::device_pass(DeviceCall& call, Access access, CudaStream stream, 
   call.nanoseconds += static_cast<std::uint64_t>((std::chrono::steady_clock::now() - begin).count());
 }
 
-// Every page has its frame, and keeps it: what is not in memory is read while the device sorts.
+// Every page has its frame, and keeps it. Where all of them are in memory the rows may move at once, and pages are marked
+// meanwhile: nobody looks at the marks before the call has let go of files_.
 void TableImpl::for_device_whole(DeviceCall& call, const FrameSource& source, Access access, CudaStream stream,
                                  const DevicePass& body) {
-  const std::span<const std::int64_t> ids = call.batch->ids;
-  static_cast<WholePages&>(hot()).load_rows({reinterpret_cast<const std::uint64_t*>(ids.data()), ids.size()}, access);
-  device_pass(call, access, stream, [&] { body(source, 0, {}); });
+  auto& pages = static_cast<WholePages&>(hot());
+  bool loaded = false;
+  const auto load = [&] {
+    if (loaded) return;
+    pages.load_rows(call.engine.keys(*call.batch), access);
+    loaded = true;
+  };
+  if (!pages.all_ready()) load();
+  try {
+    device_pass(call, access, stream, [&] { body(source, 0, {}, load); });
+  } catch (...) {
+    if (!loaded && access == Access::kWrite) pages.mark_rows(call.engine.keys(*call.batch));  // some rows may have been written
+    throw;
+  }
 }
 
 TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t offset,
@@ -150,8 +162,10 @@ void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t
   DeviceCall call = begin_device(device, ids, count, field.offset, field.bytes, stream);
   if (count == 0) return;
   for_device_passes(call, Access::kRead, stream,
-                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
-                      call.engine.fetch(*call.batch, source, first, frames, field.offset, field.bytes, core_->compute, stream);
+                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
+                        const std::function<void()>& meanwhile) {
+                      call.engine.fetch(*call.batch, source, first, frames, field.offset, field.bytes, core_->compute, stream,
+                                        meanwhile);
                     });
   call.engine.expand(*call.batch, out, stream);
   note_moved(call);
@@ -172,10 +186,9 @@ bool TableImpl::gather_whole(int device, const std::int64_t* ids, std::uint64_t 
   if (!whole.all_ready()) return false;
   device_pass(call, Access::kRead, stream, [&] {
     call.batch = engine.gather(ids, count, entry_.geometry.rows, name_, frame_source(pages), field.offset, field.bytes, out,
-                               core_->compute, stream, [&](std::span<const std::int64_t> on_host) {
-                                 whole.load_rows({reinterpret_cast<const std::uint64_t*>(on_host.data()), on_host.size()});
-                               });
+                               core_->compute, stream);
   });
+  whole.count_hits(engine.pages_used(*call.batch));
   note_moved(call);
   rows_gathered_ += count;
   return true;
@@ -190,12 +203,16 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
   if (count == 0) return;
   bool assigned = false;
   for_device_passes(call, Access::kWrite, stream,
-                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
+                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
+                        const std::function<void()>& meanwhile) {
+                      if (source.whole)
+                        return call.engine.write_back_last(*call.batch, source, field.offset, field.bytes, rows, core_->compute,
+                                                           stream, meanwhile);
                       if (!std::exchange(assigned, true)) {
                         call.engine.reserve(*call.batch, field.offset, field.bytes, stream);
                         call.engine.assign(*call.batch, rows, stream);
                       }
-                      call.engine.write_back(*call.batch, source, first, frames, core_->compute, stream);
+                      call.engine.write_back(*call.batch, source, first, frames, core_->compute, stream, meanwhile);
                     });
   note_moved(call);
   rows_written_ += count;
@@ -237,19 +254,21 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
   CudaBatch& batch = *call.batch;
   const bool one_pass = call.shared.owns_lock();
   for_device_passes(call, one_pass ? Access::kWrite : Access::kRead, stream,
-                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
-                      engine.fetch(batch, source, first, frames, 0, bytes, core_->compute, stream);
+                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
+                        const std::function<void()>& meanwhile) {
+                      engine.fetch(batch, source, first, frames, 0, bytes, core_->compute, stream, meanwhile);
                       if (!one_pass) return;
                       change(engine, batch);
-                      engine.write_back(batch, source, first, frames, core_->compute, stream);
+                      engine.write_back(batch, source, first, frames, core_->compute, stream, meanwhile);
                       done();
                     });
   if (!one_pass) {
     // The working set holds all rows; only the pages come and go.
     change(engine, batch);
     for_device_passes(call, Access::kWrite, stream,
-                      [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames) {
-                        engine.write_back(batch, source, first, frames, core_->compute, stream);
+                      [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
+                          const std::function<void()>& meanwhile) {
+                        engine.write_back(batch, source, first, frames, core_->compute, stream, meanwhile);
                       });
     done();
   }

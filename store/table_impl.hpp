@@ -205,7 +205,9 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void note_moved(const DeviceCall& call);
   // Calls body(frames of the slab, first, frames) for consecutive stretches of the batch's pages that fit into memory together;
   // the frames are held until the stream has passed. Where the call shares files_, rows_ is taken around the one stretch.
-  using DevicePass = std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>)>;
+  // It hands `meanwhile`, what the host has to do while the device is busy, on to the engine's fetch or write_back.
+  using DevicePass = std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>,
+                                        const std::function<void()>& meanwhile)>;
   void for_device_passes(DeviceCall& call, Access access, CudaStream stream, const DevicePass& body);
   void for_device_whole(DeviceCall& call, const FrameSource& source, Access access, CudaStream stream, const DevicePass& body);
   // Calls body() with rows_ locked as the access demands, and waits for the stream.

@@ -177,6 +177,17 @@ void WholePages::load_rows(std::span<const std::uint64_t> ids, Access access) {
       none);
 }
 
+void WholePages::load_rows(const HostKeys& ids, Access access) {
+  std::vector<std::uint32_t> none;
+  load(
+      ids.count, access, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); }, [](std::uint64_t) { return false; },
+      none);
+}
+
+void WholePages::mark_rows(const HostKeys& ids) noexcept {
+  for (std::uint64_t i = 0; i < ids.count; ++i) mark_dirty(page_of_row_.quotient(ids[i]));
+}
+
 HotPages::Hold WholePages::hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) {
   std::uint64_t found = 0;
   for (std::size_t i = 0; i < pages.size(); ++i) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/divider.hpp"
+#include "kernels/cuda.hpp"
 #include "store/hot_pages.hpp"
 
 namespace embermap {
@@ -24,6 +25,11 @@ class WholePages final : public HotPages {
   // Makes the pages of these rows resident, for good: row `id` < the table's rows then lies at frame(0) + id * stride. With
   // Access::kWrite they are marked dirty.
   void load_rows(std::span<const std::uint64_t> ids, Access access = Access::kRead);
+  void load_rows(const HostKeys& ids, Access access);
+  // Marks their pages dirty, and no more. For pages in memory.
+  void mark_rows(const HostKeys& ids) noexcept;
+  // A batch has used so many pages, all of them in memory.
+  void count_hits(std::uint64_t pages) noexcept { hits_ += pages; }
   // Every page is in memory, and stays there.
   bool all_ready() const noexcept { return ready_.load(std::memory_order_acquire) == pages_; }
   Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) override;

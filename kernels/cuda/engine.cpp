@@ -40,7 +40,7 @@ using gpu::StagingPool;
 constexpr std::uint64_t kStagingPiece = 8 << 20;  // rows of an unregistered slab cross in pieces of this size, two in flight
 constexpr std::array<std::uint64_t, 4> kMeasuredRows = {4096, 32'768, 131'072, 1'048'576};
 constexpr std::uint64_t kMostMeasuredBytes = 1 << 30;
-constexpr std::size_t kMeasuredRepeats = 3;
+constexpr std::size_t kMeasuredBatches = 3;
 constexpr std::uint64_t kFewIds = 4096;               // are fetched as they are, neither sorted nor made distinct
 constexpr std::uint64_t kMostEarlyBytes = 256 << 20;  // of a gather in which threads begin before the ids are sorted
 constexpr float kFewRepeat = 0.9F;                    // as large a part of the ids is distinct then
@@ -73,10 +73,11 @@ class DeviceBatch final : public CudaBatch {
   GroupHeader* header = nullptr;  // of begin_batch()
   gpu::IdGroups groups;
   StagingPool::Lease ids_on_host;
-  StagingPool::Lease keys_on_host;  // of a whole table: with the header before them
-  const void* host_keys = nullptr;  // distinct ids, ascending; once settled
-  bool settled = false;             // they are there
-  bool uncounted = false;           // a kernel moved all rows, not counted in `moved`
+  StagingPool::Lease pages_on_host;  // of gather(): how many there are
+  StagingPool::Lease keys_on_host;   // of a whole table: with the header before them
+  const void* host_keys = nullptr;   // distinct ids, ascending; once settled
+  bool settled = false;              // they are there
+  bool uncounted = false;            // a kernel moved all rows, not counted in `moved`
   Moved moved;
   std::uint64_t claimed_at = 0;  // in `memory`: where the kernel counts
   std::uint64_t key_bytes() const noexcept { return wide_keys ? sizeof(std::uint64_t) : sizeof(std::uint32_t); }
@@ -106,10 +107,15 @@ class Engine final : public CudaEngine {
                                          std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
                                          CudaStream stream) override;
   void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
-             std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream) override;
+             std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
+             const std::function<void()>& meanwhile) override;
+  HostKeys keys(CudaBatch& batch) override;
+  std::uint64_t pages_used(const CudaBatch& batch) const override;
+  void write_back_last(CudaBatch& batch, const FrameSource& source, std::uint64_t offset, std::uint64_t bytes,
+                       const std::byte* in, ThreadPool& pool, CudaStream stream, const std::function<void()>& meanwhile) override;
   void reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) override;
   void write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
-                  ThreadPool& pool, CudaStream stream) override;
+                  ThreadPool& pool, CudaStream stream, const std::function<void()>& meanwhile) override;
   void expand(CudaBatch& batch, std::byte* out, CudaStream stream) override;
   void assign(CudaBatch& batch, const std::byte* in, CudaStream stream) override;
   void add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) override;
@@ -117,8 +123,7 @@ class Engine final : public CudaEngine {
             CudaStream stream) override;
   std::unique_ptr<CudaBatch> gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,
                                     const FrameSource& source, std::uint64_t offset, std::uint64_t bytes, std::byte* out,
-                                    ThreadPool& pool, CudaStream stream,
-                                    const std::function<void(std::span<const std::int64_t>)>& meanwhile) override;
+                                    ThreadPool& pool, CudaStream stream) override;
   Moved moved(CudaBatch& batch) override;
   const std::string& device_name() const noexcept override { return name_; }
   MoverModel& model() noexcept override { return model_; }
@@ -140,12 +145,14 @@ class Engine final : public CudaEngine {
   struct Stretch;
   gpu::RowMove move_of(const Stretch& stretch, const DeviceBuffer& frames, LinkLane* lane) const;
   LinkLane* lane_for(DeviceBatch& batch);
-  MoverWay way_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const;
+  MoverCase case_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const;
   StagingPool::Lease send_ids(const std::int64_t* ids, std::uint64_t count, cudaStream_t stream);
   void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool);
   static void count_moved(DeviceBatch& batch, std::uint64_t by_kernel, std::uint64_t rows);
   // Rows of a registered slab to the working set, or back.
-  void move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool);
+  // `last_of`: not the working set goes back, but the last of each id's rows there; the working set has room for it.
+  void move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool, const std::function<void()>& meanwhile,
+            const std::byte* last_of);
   void need_keys(DeviceBatch& batch);
   DeviceBuffer send_frames(std::span<const std::uint32_t> frames, cudaStream_t stream);
   bool zero_copy(const FrameSource& source) const { return source.registered && host_pointers_work_ != 0; }
@@ -163,6 +170,9 @@ class Engine final : public CudaEngine {
   LinkLanes& lanes_ = shared_->lanes;
   std::string name_;
   MoverModel model_;
+  // Counts the distinct pages of ids, good or bad, for pages_used().
+  void count_pages(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                   std::uint64_t rows_per_page);
   std::atomic<float> recent_distinct_{0};         // of the ids of the last large batch, those that were distinct
   std::atomic<std::uint64_t> expected_pages_{0};  // of the next batch: how many to read back before their number is known
 };
@@ -471,17 +481,16 @@ LinkLane* Engine::lane_for(DeviceBatch& batch) {
   return lane;
 }
 
-MoverWay Engine::way_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const {
-  return model_
-      .choose({.fetch = fetch,
-               .rows = stretch.rows(),
-               .row_bytes = stretch.batch.bytes,
-               .pool_bytes = stretch.source.slab_bytes,
-               .threads = pool.threads()})
-      .way;
+MoverCase Engine::case_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const {
+  return {.fetch = fetch,
+          .rows = stretch.rows(),
+          .row_bytes = stretch.batch.bytes,
+          .pool_bytes = stretch.source.slab_bytes,
+          .threads = pool.threads()};
 }
 
-void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool) {
+void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool,
+                  const std::function<void()>& meanwhile, const std::byte* last_of) {
   DeviceBatch& batch = stretch.batch;
   ++batch.moved.batches;
   LinkLane* const lane = way.host_threads != 0 ? lane_for(batch) : nullptr;
@@ -495,11 +504,18 @@ void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, Threa
   if (!alone) {
     gpu::RowMoveShape shape;
     if (way.blocks != 0) shape = {.blocks = way.blocks, .threads = way.block_threads};
+    gpu::RowMove move = move_of(stretch, frames, lane);
+    if (last_of != nullptr) {
+      move.last_of = last_of;
+      move.positions = batch.groups.positions;
+      move.starts = batch.groups.starts;
+    }
     if (fetch)
-      gpu::move_from_frames(move_of(stretch, frames, lane), shape, batch.stream);
+      gpu::move_from_frames(move, shape, batch.stream);
     else
-      gpu::move_to_frames(move_of(stretch, frames, lane), shape, batch.stream);
+      gpu::move_to_frames(move, shape, batch.stream);
   }
+  if (meanwhile) meanwhile();
   if (lane == nullptr) {
     if (batch.whole && !batch.settled) {
       batch.uncounted = true;  // how many rows there are is known when the stream has been waited for
@@ -511,8 +527,17 @@ void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, Threa
   if (fetch) return finish_fetch(stretch, way, *lane, pool);
   settle(batch);
   const std::uint64_t rows = stretch.rows();
-  const std::uint64_t low =
-      gpu::store_by_threads(*lane, stretch.host_places(), rows, batch.bytes, stretch.working, alone, pool, way.host_threads);
+  std::uint64_t least = 0;
+  if (last_of != nullptr) {
+    // The threads' rows one behind the other, a little more of them than threads are likely to move.
+    const MoverRate known = model_.choose(case_of(stretch, false, pool));
+    if (!alone)
+      least = rows - std::min(rows, static_cast<std::uint64_t>(static_cast<double>(rows) * (known.thread_share * 1.1 + 0.1)));
+    gpu::assign_rows(batch.working.data() + least * batch.bytes, batch.groups.positions, batch.groups.starts + least,
+                     rows - least, batch.bytes, last_of, lane->stream());
+  }
+  const std::uint64_t low = gpu::store_by_threads(*lane, stretch.host_places(), rows, batch.bytes, stretch.working, least, alone,
+                                                  pool, way.host_threads);
   count_moved(batch, low, rows);
 }
 
@@ -531,6 +556,33 @@ void Engine::count_moved(DeviceBatch& batch, std::uint64_t by_kernel, std::uint6
   batch.moved.kernel_rows += by_kernel;
   batch.moved.thread_rows += rows - by_kernel;
   batch.moved.bytes += rows * batch.bytes;
+}
+
+HostKeys Engine::keys(CudaBatch& batch) {
+  auto& mine = dynamic_cast<DeviceBatch&>(batch);
+  if (mine.count == 0) return {};
+  if (!mine.whole) throw InvalidArgument("keys: the batch was made for some pages");
+  settle(mine);
+  return {mine.host_keys, mine.wide_keys, mine.distinct};
+}
+
+void Engine::count_pages(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                         std::uint64_t rows_per_page) {
+  const std::uint64_t words = ceil_div(ceil_div(rows, rows_per_page), 32);
+  const DeviceBuffer bits(pool_, sizeof(std::uint64_t) + words * sizeof(std::uint32_t), batch.stream);
+  EMBERMAP_CUDA(cudaMemsetAsync(bits.data(), 0, sizeof(std::uint64_t) + words * sizeof(std::uint32_t), batch.stream));
+  gpu::count_pages(ids, count, rows, rows_per_page, bits.at<std::uint32_t>(sizeof(std::uint64_t)), bits.at<unsigned long long>(0),
+                   batch.stream);
+  batch.pages_on_host = staging_.acquire(sizeof(std::uint64_t), batch.stream);
+  EMBERMAP_CUDA(
+      cudaMemcpyAsync(batch.pages_on_host.data(), bits.data(), sizeof(std::uint64_t), cudaMemcpyDeviceToHost, batch.stream));
+}
+
+std::uint64_t Engine::pages_used(const CudaBatch& batch) const {
+  const auto& mine = dynamic_cast<const DeviceBatch&>(batch);
+  std::uint64_t pages = 0;
+  if (mine.pages_on_host) std::memcpy(&pages, mine.pages_on_host.data(), sizeof pages);
+  return pages;
 }
 
 Moved Engine::moved(CudaBatch& batch) {
@@ -554,8 +606,7 @@ StagingPool::Lease Engine::send_ids(const std::int64_t* ids, std::uint64_t count
 // places in `out`, while the device sorts the others.
 std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                           const std::string& table, const FrameSource& source, std::uint64_t offset,
-                                          std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream,
-                                          const std::function<void(std::span<const std::int64_t>)>& meanwhile) {
+                                          std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "gather");
   const bool reaches = zero_copy(source);
@@ -588,6 +639,7 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
     gpu::group_ids(ids, static_cast<std::uint32_t>(head), rows, source.rows_per_page, mine.groups, mine.header, nullptr, pool_,
                    mine.stream);
     send_keys(mine, head);
+    count_pages(mine, ids, count, rows, source.rows_per_page);
   }
   mine.ids_on_host.wait();
   mine.ids = {reinterpret_cast<const std::int64_t*>(mine.ids_on_host.data()), count};
@@ -606,14 +658,14 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
     move.exact = nullptr;
     gpu::move_from_frames(move, {}, mine.stream);
     mine.moved = {.batches = 1, .kernel_rows = count, .bytes = count * bytes};
-    meanwhile(mine.ids);
+    count_pages(mine, ids, count, rows, source.rows_per_page);
     return batch;
   }
   const Stretch stretch(mine, source, 0, {});
   if (!reaches) {
     fetch_through_host(stretch, pool);
   } else if (early == nullptr) {
-    move(stretch, true, choice.way, pool);
+    move(stretch, true, choice.way, pool, {}, nullptr);
   } else {
     ++mine.moved.batches;
     if (choice.way.blocks != 0)
@@ -626,14 +678,14 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
     mine.moved.bytes += tail * bytes;
   }
   gpu::expand_rows(mine.working.data(), mine.groups.inverse, head, bytes, out, mine.stream);
-  meanwhile(mine.ids);
   if (mine.settled)
     recent_distinct_.store(static_cast<float>(mine.distinct) / static_cast<float>(head), std::memory_order_relaxed);
   return batch;
 }
 
 void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
-                   std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream) {
+                   std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
+                   const std::function<void()>& meanwhile) {
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = own(batch, stream, "fetch");
   if (mine.count == 0) return;
@@ -641,20 +693,43 @@ void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t fi
   need_rows(mine, offset, bytes, "fetch");
   if (frames.empty() && !mine.whole) return;
   const Stretch stretch(mine, source, first_page, frames);
-  if (!zero_copy(source)) return fetch_through_host(stretch, pool);
-  move(stretch, true, way_of(stretch, true, pool), pool);
+  if (!zero_copy(source)) {
+    if (meanwhile) meanwhile();
+    return fetch_through_host(stretch, pool);
+  }
+  move(stretch, true, model_.choose(case_of(stretch, true, pool)).way, pool, meanwhile, nullptr);
 }
 
 void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
-                        std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream) {
+                        std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream,
+                        const std::function<void()>& meanwhile) {
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = with_rows(batch, stream, "write_back");
   if (mine.count == 0) return;
   check_source(mine, source, first_page, frames.size(), mine.offset, mine.bytes, "write_back");
   if (frames.empty() && !mine.whole) return;
   const Stretch stretch(mine, source, first_page, frames);
-  if (!zero_copy(source)) return write_back_through_host(stretch, pool);
-  move(stretch, false, way_of(stretch, false, pool), pool);
+  if (!zero_copy(source)) {
+    if (meanwhile) meanwhile();
+    return write_back_through_host(stretch, pool);
+  }
+  move(stretch, false, model_.choose(case_of(stretch, false, pool)).way, pool, meanwhile, nullptr);
+}
+
+void Engine::write_back_last(CudaBatch& batch, const FrameSource& source, std::uint64_t offset, std::uint64_t bytes,
+                             const std::byte* in, ThreadPool& pool, CudaStream stream, const std::function<void()>& meanwhile) {
+  const gpu::ScopedDevice current(device_);
+  DeviceBatch& mine = own(batch, stream, "write_back_last");
+  if (mine.count == 0) return;
+  check_source(mine, source, 0, 0, offset, bytes, "write_back_last");
+  check_memory(in, "input of write_back_last");
+  need_rows(mine, offset, bytes, "write_back_last");
+  const Stretch stretch(mine, source, 0, {});
+  if (zero_copy(source)) return move(stretch, false, model_.choose(case_of(stretch, false, pool)).way, pool, meanwhile, in);
+  if (meanwhile) meanwhile();
+  settle(mine);
+  gpu::assign_rows(mine.working.data(), mine.groups.positions, mine.groups.starts, mine.distinct, mine.bytes, in, mine.stream);
+  write_back_through_host(stretch, pool);
 }
 
 namespace {
@@ -689,37 +764,43 @@ void Engine::calibrate(const FrameSource& source, std::uint64_t rows, std::uint6
   std::vector<MoverMeasurement> measured;
   for (const std::uint64_t size : kMeasuredRows) {
     if (size > kMeasuredRows[0] && (size > rows || size > kMostMeasuredBytes / bytes)) break;
-    std::vector<std::int64_t> ids(std::min(size, rows));
-    for (std::int64_t& id : ids) id = static_cast<std::int64_t>(random() % rows);
-    const DeviceBuffer on_device(pool_, ids.size() * sizeof(std::int64_t), native(stream));
-    EMBERMAP_CUDA(
-        cudaMemcpyAsync(on_device.data(), ids.data(), ids.size() * sizeof(std::int64_t), cudaMemcpyHostToDevice, native(stream)));
-    const std::unique_ptr<CudaBatch> batch =
-        begin_batch(on_device.at<std::int64_t>(0), ids.size(), rows, source.rows_per_page, "calibration", pool, stream);
-    auto& mine = static_cast<DeviceBatch&>(*batch);
-    check_source(mine, whole, 0, 0, offset, bytes, "calibrate");
-    settle(mine);
-    need_rows(mine, offset, bytes, "calibrate");
-    const Stretch stretch(mine, whole, 0, {});
-    move(stretch, true, MoverWay{}, pool);  // all rows are there, whichever way is measured first
-    wait(stream);
+    // Several batches in turn: the processor's caches would keep the rows of a single one.
+    std::vector<std::unique_ptr<CudaBatch>> batches;
+    for (std::size_t i = 0; i < kMeasuredBatches; ++i) {
+      std::vector<std::int64_t> ids(std::min(size, rows));
+      for (std::int64_t& id : ids) id = static_cast<std::int64_t>(random() % rows);
+      const DeviceBuffer on_device(pool_, ids.size() * sizeof(std::int64_t), native(stream));
+      EMBERMAP_CUDA(cudaMemcpyAsync(on_device.data(), ids.data(), ids.size() * sizeof(std::int64_t), cudaMemcpyHostToDevice,
+                                    native(stream)));
+      batches.push_back(
+          begin_batch(on_device.at<std::int64_t>(0), ids.size(), rows, source.rows_per_page, "calibration", pool, stream));
+      auto& mine = static_cast<DeviceBatch&>(*batches.back());
+      check_source(mine, whole, 0, 0, offset, bytes, "calibrate");
+      settle(mine);
+      need_rows(mine, offset, bytes, "calibrate");
+      move(Stretch(mine, whole, 0, {}), true, MoverWay{}, pool, {}, nullptr);  // now they have rows to write back
+      wait(stream);
+    }
     for (const bool fetch : {true, false}) {
       if (!fetch && !both_ways) break;
-      MoverMeasurement of{.of = {fetch, mine.distinct, bytes, source.slab_bytes, pool.threads()}, .rates = {}};
+      std::uint64_t distinct = 0;
+      for (const auto& batch : batches) distinct += batch->distinct;
+      MoverMeasurement of{.of = {fetch, distinct / batches.size(), bytes, source.slab_bytes, pool.threads()}, .rates = {}};
       for (const MoverWay& way : mover_ways(pool.threads())) {
         if (way.host_threads != 0 && bytes > lanes_.shape().chunk_bytes) continue;
-        std::array<double, kMeasuredRepeats> seconds{};
-        const std::uint64_t before = mine.moved.thread_rows;
-        for (double& one : seconds) {
-          const auto begin = std::chrono::steady_clock::now();
-          move(stretch, fetch, way, pool);
+        std::uint64_t by_threads = 0;
+        const auto begin = std::chrono::steady_clock::now();
+        for (const auto& batch : batches) {
+          auto& mine = static_cast<DeviceBatch&>(*batch);
+          const std::uint64_t before = mine.moved.thread_rows;
+          move(Stretch(mine, whole, 0, {}), fetch, way, pool, {}, nullptr);
           wait(stream);
-          one = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+          by_threads += mine.moved.thread_rows - before;
+          mine.lane = {};  // one lane does for all of them
         }
-        const double share = static_cast<double>(mine.moved.thread_rows - before) / static_cast<double>(seconds.size()) /
-                             static_cast<double>(mine.distinct);
-        of.rates.push_back(
-            {way, static_cast<double>(mine.distinct * bytes) / *std::min_element(seconds.begin(), seconds.end()), share});
+        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+        of.rates.push_back({way, static_cast<double>(distinct * bytes) / seconds,
+                            static_cast<double>(by_threads) / static_cast<double>(distinct)});
       }
       measured.push_back(std::move(of));
     }

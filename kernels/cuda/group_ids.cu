@@ -73,6 +73,14 @@ void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows,
     group_keys<std::uint64_t>(ids, count, rows, rows_per_page, groups, header, entries, pool, stream);
 }
 
+void count_pages(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, std::uint64_t rows_per_page,
+                 std::uint32_t* bits, unsigned long long* pages, cudaStream_t stream) {
+  if (count == 0) return;
+  const device::PageOf page_of{rows_per_page, std::has_single_bit(rows_per_page) ? std::countr_zero(rows_per_page) : -1};
+  launch("count_pages", device::count_pages, grid(count, kThreads, kBlocksPerMultiprocessor), kThreads, stream, ids, count, rows,
+         page_of, bits, pages);
+}
+
 void check_kernels_run(int device) {
   cudaFuncAttributes attributes{};
   const cudaError_t error = cudaFuncGetAttributes(&attributes, device::load_ids<std::uint32_t>);

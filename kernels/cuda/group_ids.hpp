@@ -40,6 +40,11 @@ inline constexpr std::uint64_t kNoBadId = ~std::uint64_t{0};
 void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
                const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream);
 
+// *pages += how many distinct pages the good ones among the ids lie on. `bits`: one for each page of the table, all 0, and used
+// up. Enqueues.
+void count_pages(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, std::uint64_t rows_per_page,
+                 std::uint32_t* bits, unsigned long long* pages, cudaStream_t stream);
+
 // Throws CudaError if the kernels of this build do not run on `device`, which must be current.
 void check_kernels_run(int device);
 

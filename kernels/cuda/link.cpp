@@ -66,8 +66,8 @@ struct Cut {
 // kernel sees that by its mark.
 class Transfer {
  public:
-  Transfer(LinkLane& lane, std::uint64_t rows, std::uint64_t row_bytes, bool alone)
-      : cut{lane.shape(), rows, row_bytes}, lane_{lane}, alone_{alone}, slots_(lane.shape().chunks), low_{rows} {
+  Transfer(LinkLane& lane, std::uint64_t rows, std::uint64_t row_bytes, bool alone, std::uint64_t least = 0)
+      : cut{lane.shape(), rows, row_bytes}, lane_{lane}, alone_{alone}, slots_(lane.shape().chunks), least_{least}, low_{rows} {
     show(rows);
   }
 
@@ -79,7 +79,8 @@ class Transfer {
     while (!met_.load(std::memory_order_relaxed) && taken_.load(std::memory_order_relaxed) <= chunk) {
       const std::uint64_t next = taken_.load(std::memory_order_relaxed);
       if (slot(next).closed.load(std::memory_order_acquire) != next / slots_.size()) return;
-      if (low_ == 0 || (!alone_ && low_ <= std::atomic_ref(lane_.meeting()->kernel_high).load(std::memory_order_relaxed))) {
+      if (low_ == 0 || cut.chunk_begin(next) < least_ ||
+          (!alone_ && low_ <= std::atomic_ref(lane_.meeting()->kernel_high).load(std::memory_order_relaxed))) {
         met_.store(true, std::memory_order_release);
         return;
       }
@@ -127,6 +128,7 @@ class Transfer {
   const bool alone_;
   std::vector<Slot> slots_;
   std::mutex mutex_;
+  const std::uint64_t least_;            // no row below this one is the host's
   std::uint64_t low_;                    // rows from here on are the host's
   std::atomic<std::uint64_t> taken_{0};  // chunks
   std::atomic<bool> met_{false};
@@ -328,8 +330,8 @@ std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::ui
 }
 
 std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               const std::byte* working, bool alone, ThreadPool& pool, unsigned threads) {
-  Transfer transfer(lane, rows, row_bytes, alone);
+                               const std::byte* working, std::uint64_t least, bool alone, ThreadPool& pool, unsigned threads) {
+  Transfer transfer(lane, rows, row_bytes, alone, least);
   const Cut& cut = transfer.cut;
   const std::uint64_t ahead = std::min<std::uint64_t>(lane.shape().ahead, transfer.ring() - 1);
   Failure failure;

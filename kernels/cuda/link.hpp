@@ -134,7 +134,8 @@ class HostPlaces {
 // to `rows`. The calling thread and up to `threads` - 1 of `pool` take part.
 std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
                                std::byte* working, bool alone, ThreadPool& pool, unsigned threads);
+// Rows below `least` are left to the kernel.
 std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               const std::byte* working, bool alone, ThreadPool& pool, unsigned threads);
+                               const std::byte* working, std::uint64_t least, bool alone, ThreadPool& pool, unsigned threads);
 
 }  // namespace embermap::gpu

@@ -79,6 +79,7 @@ class StagingPool {
     Lease& operator=(Lease&& other) noexcept;
     ~Lease() { release(); }
 
+    explicit operator bool() const noexcept { return pool_ != nullptr; }
     std::byte* data() const noexcept;
     // All that the stream is to do with this buffer so far has been enqueued; wait() waits for just that.
     void mark();

@@ -15,12 +15,13 @@ constexpr std::uint64_t kLine = 128;
 
 std::uint64_t address(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
 
-template <bool kFromHost, class Places>
-void move(const char* name, const Places& places, const RowMove& m, const RowMoveShape& shape, cudaStream_t stream) {
+template <bool kFromHost, class Places, class Rows>
+void move(const char* name, const Places& places, const Rows& device_rows, const RowMove& m, const RowMoveShape& shape,
+          cudaStream_t stream) {
   const RecordPlaces& p = m.places;
   if (m.rows == 0 || p.row_bytes == 0) return;
   const std::uint64_t host = address(p.slab) | p.page_bytes | p.stride | p.offset;
-  const std::uint64_t alignment = host | address(m.working) | p.row_bytes;
+  const std::uint64_t alignment = host | address(m.last_of != nullptr ? m.last_of : m.working) | p.row_bytes;
   EMBERMAP_CUDA(cudaMemsetAsync(m.claimed, 0, sizeof *m.claimed, stream));
   const auto with = [&]<class V>(V) {
     const std::uint64_t length = p.row_bytes / sizeof(V);
@@ -33,8 +34,8 @@ void move(const char* name, const Places& places, const RowMove& m, const RowMov
     const std::uint64_t claim = std::clamp<std::uint64_t>(shape.claim_bytes / p.row_bytes, 1, 4096);
     const std::uint64_t warps = blocks_for(m.rows, claim);
     const std::uint64_t blocks = std::min<std::uint64_t>(blocks_for(warps * 32, shape.threads), shape.blocks);
-    launch(name, device::move_rows<V, kFromHost, Places>, blocks, shape.threads, stream, places, m.working, p.row_bytes, tiles,
-           length, line_mask, m.rows, m.exact, static_cast<std::uint32_t>(claim), m.claimed, m.meeting);
+    launch(name, device::move_rows<V, kFromHost, Places, Rows>, blocks, shape.threads, stream, places, device_rows, tiles, length,
+           line_mask, m.rows, m.exact, static_cast<std::uint32_t>(claim), m.claimed, m.meeting);
   };
   switch (std::min<std::uint64_t>(alignment & (~alignment + 1), 16)) {
     case 16: return with(uint4{});
@@ -43,6 +44,15 @@ void move(const char* name, const Places& places, const RowMove& m, const RowMov
     case 2: return with(std::uint16_t{});
     default: return with(std::uint8_t{});
   }
+}
+
+template <bool kFromHost, class Places>
+void move(const char* name, const Places& places, const RowMove& m, const RowMoveShape& shape, cudaStream_t stream) {
+  if constexpr (!kFromHost)
+    if (m.last_of != nullptr)
+      return move<kFromHost>(name, places, device::LastRows{m.last_of, m.places.row_bytes, m.positions, m.starts}, m, shape,
+                             stream);
+  move<kFromHost>(name, places, device::DenseRows{m.working, m.places.row_bytes}, m, shape, stream);
 }
 
 template <bool kFromHost>

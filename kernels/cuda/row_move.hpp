@@ -44,6 +44,10 @@ struct RowMove {
   const std::uint64_t* exact;   // null, or how many there are (device memory)
   unsigned long long* claimed;  // device memory, for the kernel's own use
   MeetingPoint* meeting;        // null: the kernel moves all rows
+  // To frames: not null, and row r comes from last_of + positions[starts[r + 1] - 1] * row_bytes instead, see IdGroups.
+  const std::byte* last_of = nullptr;
+  const std::uint32_t* positions = nullptr;
+  const std::uint32_t* starts = nullptr;
 };
 
 // Few blocks: they fill the link and leave the multiprocessors to others.

@@ -81,4 +81,20 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// Sets the bits of the ids' pages, and adds up how many were not set before.
+inline __global__ void __launch_bounds__(256) count_pages(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                                                          PageOf page_of, std::uint32_t* bits, unsigned long long* pages) {
+  const std::uint64_t step = std::uint64_t{gridDim.x} * blockDim.x;
+  unsigned found = 0;
+  for (std::uint64_t i = std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step) {
+    const auto id = static_cast<std::uint64_t>(ids[i]);
+    if (id >= rows) continue;
+    const std::uint64_t page = page_of(id);
+    const std::uint32_t bit = 1U << (page % 32);
+    found += (atomicOr(&bits[page / 32], bit) & bit) == 0 ? 1U : 0U;
+  }
+  found = __reduce_add_sync(0xFFFFFFFFU, found);
+  if ((threadIdx.x & 31U) == 0 && found != 0) atomicAdd(pages, static_cast<unsigned long long>(found));
+}
+
 }  // namespace embermap::gpu::device

@@ -39,17 +39,30 @@ struct WholePlaces {
   }
 };
 
+// Where the device has row r.
+struct DenseRows {
+  std::byte* working;
+  std::uint64_t row_bytes;
+  __device__ std::byte* operator()(std::uint64_t row) const { return working + row * row_bytes; }
+};
+struct LastRows {
+  const std::byte* in;
+  std::uint64_t row_bytes;
+  const std::uint32_t* positions;
+  const std::uint32_t* starts;
+  __device__ const std::byte* operator()(std::uint64_t row) const { return in + positions[starts[row + 1] - 1U] * row_bytes; }
+};
+
 // How many elements of a row a lane has in flight.
 inline constexpr int kMoveSteps = 4;
 
 // `length` elements of type V a row, which has t.tiles tiles. `line_mask` is 127 where rows may begin inside a 128-byte line and
 // lanes are enough to cover one: the lanes then start at the line's beginning, the first ones idle, so that each request of the
 // group is whole lines of host memory; `t` has been made for the longer row. Otherwise it is 0.
-template <class V, bool kFromHost, class Places>
+template <class V, bool kFromHost, class Places, class Rows>
 __global__ void __launch_bounds__(1024)
-    move_rows(Places places, std::byte* working, std::uint64_t row_bytes, RowTiles t, std::uint64_t length,
-              std::uint32_t line_mask, std::uint64_t rows, const std::uint64_t* exact, std::uint32_t claim_rows,
-              unsigned long long* claimed, MeetingPoint* meeting) {
+    move_rows(Places places, Rows device_rows, RowTiles t, std::uint64_t length, std::uint32_t line_mask, std::uint64_t rows,
+              const std::uint64_t* exact, std::uint32_t claim_rows, unsigned long long* claimed, MeetingPoint* meeting) {
   constexpr unsigned kAll = 0xFFFFFFFFU;
   const std::uint32_t lane = threadIdx.x & 31U;
   const std::uint32_t lanes = 1U << t.lanes_log2;
@@ -82,13 +95,20 @@ __global__ void __launch_bounds__(1024)
     if (item < items) {
       RowTile place(t, item);
       std::byte* host = places(first + place.row);
+      auto mine = device_rows(first + place.row);
       for (;;) {
-        std::byte* const mine = working + (first + place.row) * row_bytes;
         const auto skew = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(host) & line_mask) / sizeof(V);
         // May wrap below 0 for idle lanes; it is then larger than any length.
         const std::uint64_t column = place.tile * (std::uint64_t{lanes} * kMoveSteps) + lane_of_group - skew;
-        const V* const from = reinterpret_cast<const V*>(kFromHost ? host : mine);
-        V* const to = reinterpret_cast<V*>(kFromHost ? mine : host);
+        const V* from = nullptr;
+        V* to = nullptr;
+        if constexpr (kFromHost) {
+          from = reinterpret_cast<const V*>(host);
+          to = reinterpret_cast<V*>(mine);
+        } else {
+          from = reinterpret_cast<const V*>(mine);
+          to = reinterpret_cast<V*>(host);
+        }
         V held[kMoveSteps];
 #pragma unroll
         for (int s = 0; s < kMoveSteps; ++s) {
@@ -100,9 +120,11 @@ __global__ void __launch_bounds__(1024)
         const bool more = item < items;
         RowTile next_place = place;
         std::byte* next_host = host;
+        auto next_mine = mine;
         if (more) {
           next_place = RowTile(t, item);
           next_host = places(first + next_place.row);
+          next_mine = device_rows(first + next_place.row);
         }
 #pragma unroll
         for (int s = 0; s < kMoveSteps; ++s) {
@@ -112,6 +134,7 @@ __global__ void __launch_bounds__(1024)
         if (!more) break;
         place = next_place;
         host = next_host;
+        mine = next_mine;
       }
     }
     __syncwarp();
