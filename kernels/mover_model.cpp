@@ -66,7 +66,8 @@ MoverRate MoverModel::choose(const MoverCase& of) const {
 
 bool MoverModel::knows(const MoverCase& of) const {
   const std::lock_guard lock(mutex_);
-  return std::any_of(measured_.begin(), measured_.end(), [&](const MoverMeasurement& m) { return alike(m.of, of); });
+  return std::any_of(measured_.begin(), measured_.end(),
+                     [&](const MoverMeasurement& m) { return !m.rates.empty() && alike(m.of, of); });
 }
 
 void MoverModel::add(std::vector<MoverMeasurement> measured) {
