@@ -4,6 +4,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <span>
 
 #include "base/error.hpp"
 
@@ -16,6 +17,7 @@ constexpr int kVersion = 1;
 constexpr std::uint64_t kMostBytes = 1 << 20;     // of the file
 constexpr std::uint64_t kMostThreads = 1024;      // of a kernel's block, and of the host
 constexpr std::uint64_t kMostMeasurements = 256;  // of a device
+constexpr int kMostDepth = 6;                     // of the file's objects and arrays
 
 std::optional<std::uint64_t> number(const Json& object, const char* key, std::uint64_t most) {
   const auto found = object.find(key);
@@ -61,13 +63,16 @@ std::optional<MoverMeasurement> measurement(const Json& json) {
     // Nothing is launched that this version does not know.
     if (std::find(known.begin(), known.end(), one) != known.end()) out.rates.push_back({one, *rate, *share});
   }
+  if (out.rates.empty()) return {};
   return out;
 }
 
 // The devices of the file; an empty object where it is not one of ours.
 Json devices(const std::filesystem::path& store, FileOps& ops) {
   try {
-    const Json json = Json::parse(read_text(store / kMoverFile, kMostBytes, ops), nullptr, /*allow_exceptions=*/false);
+    // What nests deeper than ours is left out: copying it takes stack.
+    const auto keep = [](int depth, Json::parse_event_t, Json&) { return depth <= kMostDepth; };
+    const Json json = Json::parse(read_text(store / kMoverFile, kMostBytes, ops), keep, /*allow_exceptions=*/false);
     if (!json.is_object() || !json.contains("version") || json["version"] != kVersion || !json.contains("devices") ||
         !json["devices"].is_object())
       return Json::object();
@@ -91,7 +96,9 @@ std::vector<MoverMeasurement> read_movers(const std::filesystem::path& store, co
 void write_movers(const std::filesystem::path& store, const std::string& device, const std::vector<MoverMeasurement>& measured,
                   FileOps& ops) {
   Json list = Json::array();
-  for (const MoverMeasurement& one : measured) {
+  // The newest, where there are too many.
+  const std::size_t left_out = measured.size() - std::min<std::size_t>(measured.size(), kMostMeasurements);
+  for (const MoverMeasurement& one : std::span(measured).subspan(left_out)) {
     Json ways = Json::array();
     for (const MoverRate& rate : one.rates)
       ways.push_back({{"blocks", rate.way.blocks},
@@ -108,7 +115,8 @@ void write_movers(const std::filesystem::path& store, const std::string& device,
   }
   Json all = devices(store, ops);
   all[device] = std::move(list);
-  replace_file(store / kMoverFile, Json{{"version", kVersion}, {"devices", std::move(all)}}.dump(1) + "\n", ops);
+  const Json json{{"version", kVersion}, {"devices", std::move(all)}};
+  replace_file(store / kMoverFile, json.dump(1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace) + "\n", ops);
 }
 
 }  // namespace embermap
