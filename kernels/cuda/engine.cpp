@@ -476,7 +476,7 @@ LinkLane* Engine::lane_for(DeviceBatch& batch) {
     batch.lane = std::move(lease);
   }
   LinkLane* const lane = &*batch.lane;
-  EMBERMAP_CUDA(cudaStreamSynchronize(lane->stream()));  // its chunks are free
+  lane->wait();
   *lane->meeting() = {.host_low = std::numeric_limits<std::int64_t>::max(), .kernel_high = 0};
   return lane;
 }
@@ -514,6 +514,7 @@ void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, Threa
       gpu::move_from_frames(move, shape, batch.stream);
     else
       gpu::move_to_frames(move, shape, batch.stream);
+    if (lane != nullptr) lane->has_kernel_on(batch.stream);
   }
   if (meanwhile) meanwhile();
   if (lane == nullptr) {
@@ -668,9 +669,11 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
     move(stretch, true, choice.way, pool, {}, nullptr);
   } else {
     ++mine.moved.batches;
-    if (choice.way.blocks != 0)
+    if (choice.way.blocks != 0) {
       gpu::move_from_frames(move_of(stretch, {}, early), {.blocks = choice.way.blocks, .threads = choice.way.block_threads},
                             mine.stream);
+      early->has_kernel_on(mine.stream);
+    }
     const HostPlaces as_they_are(source, mine.ids.data() + head, true, offset);
     (void)gpu::fetch_by_threads(*early, as_they_are, tail, bytes, out + head * bytes, true, pool, choice.way.host_threads);
     finish_fetch(stretch, choice.way, *early, pool);

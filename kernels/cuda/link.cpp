@@ -181,6 +181,7 @@ LinkLane::LinkLane(const LinkShape& shape) : shape_{shape} {
   try {
     EMBERMAP_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     EMBERMAP_CUDA(cudaEventCreateWithFlags(&order_, cudaEventDisableTiming));
+    EMBERMAP_CUDA(cudaEventCreateWithFlags(&kernel_, cudaEventDisableTiming));
     void* memory = nullptr;
     EMBERMAP_CUDA(cudaHostAlloc(&memory, shape.chunk_bytes * shape.chunks, cudaHostAllocPortable));
     chunks_ = static_cast<std::byte*>(memory);
@@ -204,11 +205,13 @@ LinkLane::~LinkLane() { release(); }
 void LinkLane::release() noexcept {
   if (in_forked_child()) return;
   if (stream_ != nullptr) check_teardown(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  if (kernel_ != nullptr) check_teardown(cudaEventSynchronize(kernel_), "cudaEventSynchronize");
   for (const cudaEvent_t event : events_) check_teardown(cudaEventDestroy(event), "cudaEventDestroy");
   if (claimed_ != nullptr) check_teardown(cudaFree(claimed_), "cudaFree");
   if (meeting_ != nullptr) check_teardown(cudaFreeHost(meeting_), "cudaFreeHost");
   if (chunks_ != nullptr) check_teardown(cudaFreeHost(chunks_), "cudaFreeHost");
-  if (order_ != nullptr) check_teardown(cudaEventDestroy(order_), "cudaEventDestroy");
+  for (const cudaEvent_t event : {order_, kernel_})
+    if (event != nullptr) check_teardown(cudaEventDestroy(event), "cudaEventDestroy");
   if (stream_ != nullptr) check_teardown(cudaStreamDestroy(stream_), "cudaStreamDestroy");
 }
 
@@ -220,6 +223,13 @@ void LinkLane::follow(cudaStream_t stream) {
 void LinkLane::lead(cudaStream_t stream) {
   EMBERMAP_CUDA(cudaEventRecord(order_, stream_));
   EMBERMAP_CUDA(cudaStreamWaitEvent(stream, order_, 0));
+}
+
+void LinkLane::has_kernel_on(cudaStream_t stream) { EMBERMAP_CUDA(cudaEventRecord(kernel_, stream)); }
+
+void LinkLane::wait() {
+  EMBERMAP_CUDA(cudaStreamSynchronize(stream_));
+  EMBERMAP_CUDA(cudaEventSynchronize(kernel_));
 }
 
 LinkLanes::~LinkLanes() {

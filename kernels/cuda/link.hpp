@@ -46,12 +46,18 @@ class LinkLane {
   // What comes on the lane's stream waits for what was enqueued on `stream` until now, and the other way round.
   void follow(cudaStream_t stream);
   void lead(cudaStream_t stream);
+  // A kernel that uses the meeting point has been enqueued on `stream`.
+  void has_kernel_on(cudaStream_t stream);
+  // Waits until neither such a kernel nor the lane's stream has anything left to do. Before that the marks and chunks must stay
+  // as they are: a kernel that saw the next transfer's mark would leave rows of its own to threads that know nothing of them.
+  void wait();
 
  private:
   void release() noexcept;
   LinkShape shape_;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t order_ = nullptr;
+  cudaEvent_t kernel_ = nullptr;  // behind the last kernel
   std::byte* chunks_ = nullptr;
   std::vector<cudaEvent_t> events_;
   MeetingPoint* meeting_ = nullptr;
