@@ -619,6 +619,7 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   DeviceBatch& mine = *batch;
   mine.whole = true;
   if (count == 0) return batch;
+  if (bytes == 0) throw InvalidArgument("gather: rows of 0 bytes");
   check_memory(ids, "ids of a batch");
   check_memory(out, "output of gather");
   check_source(mine, source, 0, 0, offset, bytes, "gather");
@@ -635,11 +636,14 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   const std::uint64_t head = count - tail;
   if (!direct) {
     mine.count = head;
-    need_rows(mine, offset, bytes, "gather");
-    if (early != nullptr) early->follow(mine.stream);
+    if (early != nullptr) {
+      need_rows(mine, offset, bytes, "gather");
+      early->follow(mine.stream);
+    }
     gpu::group_ids(ids, static_cast<std::uint32_t>(head), rows, source.rows_per_page, mine.groups, mine.header, nullptr, pool_,
                    mine.stream);
     send_keys(mine, head);
+    need_rows(mine, offset, bytes, "gather");  // waits for the keys where rows are so many that it has to know how many
     count_pages(mine, ids, count, rows, source.rows_per_page);
   }
   mine.ids_on_host.wait();
