@@ -545,7 +545,7 @@ class Contest:
         fits = stores.Embermap.budget(field.shape.memory) // 4096 // 3
         rows = min(settings.batch, max(64, fits))
         stream = workload.Stream(field.shape.rows, case.dim, "uniform", rows, seed=3)
-        shares = []
+        shares, reads = [], []
         for number in range(settings.rounds):
             self.cold(stores.Embermap, worker)
             pages = stores.Embermap.budget(field.shape.memory) // 4096
@@ -555,6 +555,7 @@ class Contest:
             )
             found = worker.call("prefetch_loop", stream=stream, first=FAR * (number + 1), count=8)
             shares.append(found["compute"] / found["loop"])
+            reads.append(found["reads"] / found["compute"])
         field.results.add(
             {
                 "case": case.name,
@@ -563,6 +564,7 @@ class Contest:
                 "unit": "ratio",
                 "value": statistics.median(shares),
                 "rounds": shares,
+                "reads_of_compute": reads,  # 1 where the computing takes as long as the reads
             }
         )
 

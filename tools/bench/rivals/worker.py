@@ -280,8 +280,9 @@ class _Server:
         """A training loop of embermap, whose computing takes as long as its reads.
 
         Measured on batches of their own each: the gathers alone; the computing alone, a fixed
-        amount of work on one core; and the loop that gathers, prefetches the next batch, and does
-        the same work. Times in seconds.
+        amount of work on one core, half of it before the loop and half after it, for a machine's
+        pace changes; and the loop that gathers, prefetches the next batch, and does the same work.
+        Times in seconds.
         """
         store: Any = self.store
         ids = [stream.ids_of(number) for number in range(first, first + 2 * count + 1)]
@@ -292,9 +293,10 @@ class _Server:
             store.gather(batch)
         reads = time.perf_counter() - began
 
+        # Tried for as long as all reads took: a shorter trial meets too little of what else runs.
         work = np.random.default_rng(0).random(1 << 14, np.float32)
         began, units = time.perf_counter(), 0
-        while time.perf_counter() - began < max(0.2, reads / count):
+        while time.perf_counter() - began < max(0.2, reads):
             np.sin(work)
             units += 1
         per_batch = max(1, round(units * (reads / count) / (time.perf_counter() - began)))
@@ -303,10 +305,13 @@ class _Server:
             for _ in range(per_batch):
                 np.sin(work)
 
-        began = time.perf_counter()
-        for _ in range(count):
-            compute()
-        alone = time.perf_counter() - began
+        def compute_alone(times: int) -> float:
+            began = time.perf_counter()
+            for _ in range(times):
+                compute()
+            return time.perf_counter() - began
+
+        alone = compute_alone(count // 2)
         store.prefetch(ids[count])
         compute()
         began = time.perf_counter()
@@ -314,7 +319,9 @@ class _Server:
             store.gather(batches[number])
             store.prefetch(ids[number + 1])
             compute()
-        return {"loop": time.perf_counter() - began, "compute": alone, "reads": reads}
+        loop = time.perf_counter() - began
+        alone += compute_alone(count - count // 2)
+        return {"loop": loop, "compute": alone, "reads": reads}
 
     def memory(self) -> dict[str, int]:
         return {name: confine.memory_of_process(name) for name in ("VmHWM", "VmRSS", "RssAnon")}
