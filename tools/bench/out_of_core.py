@@ -553,7 +553,12 @@ class Contest:
             worker.call(
                 "warm", op="gather", stream=stream, first=0, count=count, seconds=settings.seconds
             )
-            found = worker.call("prefetch_loop", stream=stream, first=FAR * (number + 1), count=8)
+            found = worker.call(
+                "prefetch_loop",
+                stream=stream,
+                first=FAR * (number + 1),
+                seconds=settings.seconds,
+            )
             shares.append(found["compute"] / found["loop"])
             reads.append(found["reads"] / found["compute"])
         field.results.add(

@@ -276,22 +276,26 @@ class _Server:
             spent += time.perf_counter() - began
         return {"rows": done, "bytes": done * self.shape.width * 4, "seconds": spent}
 
-    def prefetch_loop(self, stream: Stream, first: int, count: int) -> dict[str, float]:
+    def prefetch_loop(
+        self, stream: Stream, first: int, seconds: float, most: int = 32
+    ) -> dict[str, float]:
         """A training loop of embermap, whose computing takes as long as its reads.
 
         Measured on batches of their own each: the gathers alone; the computing alone, a fixed
         amount of work on one core, half of it before the loop and half after it, for a machine's
         pace changes; and the loop that gathers, prefetches the next batch, and does the same work.
+        Each has as many batches as are read in `seconds`, 8 to `most`: a disk's pace changes too.
         Times in seconds.
         """
         store: Any = self.store
-        ids = [stream.ids_of(number) for number in range(first, first + 2 * count + 1)]
+        ids = [stream.ids_of(number) for number in range(first, first + 2 * most + 1)]
         empty = np.empty((0, 0), np.float32)
         batches = [Batch(i, empty, i, i, empty) for i in ids]
-        began = time.perf_counter()
-        for batch in batches[:count]:
-            store.gather(batch)
-        reads = time.perf_counter() - began
+        began, count, reads = time.perf_counter(), 0, 0.0
+        while count < most and (count < 8 or reads < seconds):
+            store.gather(batches[count])
+            count += 1
+            reads = time.perf_counter() - began
 
         # Tried for as long as all reads took: a shorter trial meets too little of what else runs.
         work = np.random.default_rng(0).random(1 << 14, np.float32)
