@@ -566,6 +566,9 @@ def plot_throughput(machines: list[dict[str, Any]], path: Path) -> bool:
             axes.tick_params(axis="x", labelsize=7)
             axes.set_title(f"{title_of(case)}\n{machine['name']}", fontsize=7)
             axes.set_xlabel("thousand rows/s", fontsize=7)
+            if not names:
+                axes.set_axis_off()
+                axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes, size=8)
     save_plot(figure, path)
     return True
 
