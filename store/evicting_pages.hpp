@@ -21,7 +21,10 @@ namespace embermap {
 // Batches are numbered. A frame remembers the last batch that used it, and only frames whose last batch is older than every batch
 // still at work are ever given away: what a batch uses stays where it is by construction, and ending a batch costs nothing. Which
 // of them goes is the policy's choice (replacement.hpp). A batch uses each of its pages once, as it begins: first the pages that
-// were in memory, in the order in which it asks for them, then those it misses, in the order of the file.
+// were in memory, then those it misses, in the order of the file. The former are used in the order in which the batch asks for
+// them; but threads that share the look-up of more than 8192 ids tell the policy of up to 256 pages at a time, whoever comes
+// first, and a page that two of them meet is used by either. So the order of a large batch's own pages may differ from one run to
+// the next; that of batches does not.
 //
 // A prefetch promises its pages to a batch to come. Promises take at most half of the frames (promisable()), are spared while
 // other frames will do, and end when the pages are used. Those that nobody uses end by themselves, counted in batches: soon after
