@@ -8,6 +8,7 @@
 #include <atomic>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <list>
 #include <numeric>
 #include <random>
@@ -851,6 +852,37 @@ TEST_F(HotPagesTest, PromisedPagesStayWhileOtherFramesWillDo) {
     std::iota(many.begin(), many.end(), 40U);
     use(hot, many);
     EXPECT_EQ(resident(hot), std::set<std::uint64_t>(many.begin(), many.end()));
+    EXPECT_EQ(hot.promisable(8, [] {}), 8U) << "what is gone is not promised any more";
+  }
+}
+
+TEST_F(HotPagesTest, PromisedPagesThatWereUsedGoAsOthersDo) {
+  EvictingPages hot(*file_, 16, pool_, nullptr);
+  use(hot, {40}, Access::kPrefetch);  // nobody uses it
+  use(hot, {0, 1, 2, 3, 4, 5, 6, 7}, Access::kPrefetch);
+  use(hot, {0, 1, 2, 3, 4, 5, 6, 7});
+  std::set<std::uint64_t> last{40};
+  for (std::uint64_t page = 8; page < 23; ++page) {
+    use(hot, {page});
+    last.insert(page);
+  }
+  EXPECT_EQ(resident(hot), last);
+}
+
+TEST_F(HotPagesTest, APrefetchWaitsForABatchRatherThanBreakAPromise) {
+  for (const Replacement replacement : {Replacement::kLru, Replacement::kS3Fifo}) {
+    EvictingPages hot(*file_, 16, pool_, nullptr, replacement);
+    use(hot, {0, 1, 2, 3, 4, 5, 6, 7}, Access::kPrefetch);
+    const std::vector<std::uint64_t> held{8, 9, 10, 11, 12, 13, 14, 15};
+    std::vector<std::uint32_t> frames(8);
+    auto hold = hot.hold(held, frames, Access::kRead);
+    auto prefetch = std::async(std::launch::async, [&] { use(hot, {16, 17}, Access::kPrefetch); });
+    EXPECT_EQ(prefetch.wait_for(std::chrono::milliseconds(50)), std::future_status::timeout);
+    hold.reset();
+    prefetch.get();
+    const auto there = resident(hot);
+    for (const std::uint64_t page : {0U, 1U, 2U, 3U, 4U, 5U, 6U, 7U, 16U, 17U})
+      EXPECT_EQ(there.count(page), 1U) << page << ", " << replacement_name(replacement);
   }
 }
 
@@ -891,12 +923,27 @@ TEST_F(HotPagesTest, PromisesThatNobodyUsesEnd) {
   EXPECT_EQ(there.count(20), 1U);
 }
 
+// Whoever is many calls ahead comes late.
+TEST_F(HotPagesTest, PromisesOfLaterPrefetchesLastLonger) {
+  EvictingPages hot(*file_, 16, pool_, nullptr);
+  use(hot, {0, 1, 2, 3}, Access::kPrefetch);
+  use(hot, {4, 5, 6, 7}, Access::kPrefetch);
+  const auto promisable_after = [&](int batches) {
+    for (int i = 0; i < batches; ++i) use(hot, {8});
+    return hot.promisable(8, [] {});
+  };
+  EXPECT_EQ(promisable_after(63), 0U);
+  EXPECT_EQ(promisable_after(1), 4U);
+  EXPECT_EQ(promisable_after(3), 4U);
+  EXPECT_EQ(promisable_after(1), 8U);
+}
+
 TEST_F(HotPagesTest, ABatchThatIsExpectedIsNoticed) {
   EvictingPages hot(*file_, 16, pool_, nullptr);
   use(hot, {0, 1, 2, 3});
   const auto expected = hot.expect(std::vector<std::uint64_t>{0, 1, 2, 3, 10, 11, 12, 13});
   use(hot, {0, 1, 2, 10});
-  use(hot, {10, 11, 12, 13}, Access::kPrefetch);
+  use(hot, {10, 11, 12, 13, 3}, Access::kPrefetch);
   EXPECT_FALSE(expected->came);
   use(hot, {10, 11, 12, 13, 2, 1});
   EXPECT_TRUE(expected->came);
@@ -924,6 +971,47 @@ TEST_F(HotPagesTest, LargeBatchesCountEachPageOnce) {
     use(hot, {0});
     use(hot, {kPages - 1});
     EXPECT_EQ(hot.counts().resident, kPages - 1);
+  }
+}
+
+TEST_F(HotPagesTest, LargeBatchesEndThePromisesOfTheirPages) {
+  ThreadPool four(4);
+  EvictingPages hot(*file_, 48, four, nullptr);
+  std::vector<std::uint64_t> promised(24);
+  std::iota(promised.begin(), promised.end(), 0U);
+  use(hot, promised, Access::kPrefetch);
+  EXPECT_EQ(hot.promisable(24, [] {}), 0U);
+  std::vector<std::uint64_t> pages(100'000);
+  for (std::size_t i = 0; i < pages.size(); ++i) pages[i] = i % 30;
+  use(hot, pages);
+  EXPECT_EQ(hot.promisable(24, [] {}), 24U);
+}
+
+// The pages that threads find in their parts of a batch are put together.
+TEST_F(HotPagesTest, LargeBatchesOfATableThatFitsCountEachPageOnce) {
+  ThreadPool four(4);
+  const auto hot = make_hot_pages(*file_, kPages, four, nullptr);
+  std::mt19937 random(9);
+  std::set<std::uint64_t> there, written;
+  for (std::uint64_t round = 0; round < 24; ++round) {
+    std::vector<std::uint64_t> pages(30'000 + round);
+    for (auto& page : pages) page = random() % kPages % (5 * (round / 2) + 8);
+    if (round % 3 != 0) std::sort(pages.begin(), pages.end());  // each thread has some of the pages
+    const std::set<std::uint64_t> distinct(pages.begin(), pages.end());
+    std::set<std::uint64_t> missing;
+    std::set_difference(distinct.begin(), distinct.end(), there.begin(), there.end(), std::inserter(missing, missing.end()));
+    there.insert(distinct.begin(), distinct.end());
+    const auto access = round % 4 == 3 ? Access::kWrite : Access::kRead;
+    if (access == Access::kWrite) written.insert(distinct.begin(), distinct.end());
+    std::vector<std::uint32_t> frames(pages.size());
+    const auto before = hot->counts();
+    const auto hold = hot->hold(pages, frames, access);
+    const auto after = hot->counts();
+    ASSERT_EQ(hold->pages(), distinct.size()) << round;
+    ASSERT_EQ(after.misses - before.misses, missing.size()) << round;
+    ASSERT_EQ(after.hits - before.hits, distinct.size() - missing.size()) << round;
+    ASSERT_EQ(after.dirty, written.size()) << round;
+    for (std::size_t i = 0; i < pages.size(); ++i) ASSERT_EQ(value(*hot, frames[i]), static_cast<float>(pages[i]));
   }
 }
 

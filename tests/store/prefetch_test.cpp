@@ -74,6 +74,23 @@ TEST_F(PrefetchTest, GoesOnInTheOrderOfTheCallsAsBatchesUseTheirPages) {
   EXPECT_EQ(misses(), before + 2 * static_cast<std::uint64_t>(half_)) << "every page was read once";
 }
 
+TEST_F(PrefetchTest, ASmallCallDoesNotOvertakeOneThatWaits) {
+  Table other = store_.create("other", {.rows = 80, .dim = 128});
+  (void)gather(table_, {0});
+  const auto half = static_cast<std::int64_t>(table_.stats().frames / 2);
+  const Prefetch first = table_.prefetch(pages(1, half - 20));
+  const Prefetch waits = table_.prefetch(pages(5000, half)), small = table_.prefetch(pages(8000, 10));
+  const Prefetch last = other.prefetch(range(0, 80));
+  expect_soon([&] { return last.done(); });  // the others had their turns before
+  EXPECT_TRUE(first.done());
+  EXPECT_FALSE(waits.done());
+  EXPECT_FALSE(small.done()) << "there is room for it, but the batch of the other one comes first";
+  (void)gather(table_, pages(1, half - 20));
+  expect_soon([&] { return waits.done(); });
+  (void)gather(table_, pages(5000, half));
+  expect_soon([&] { return small.done(); });
+}
+
 TEST_F(PrefetchTest, SeveralCallersFarAheadReadNoPageTwice) {
   constexpr int kBatches = 80, kAhead = 8;
   std::mt19937 random(5);
