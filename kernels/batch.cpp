@@ -233,29 +233,37 @@ Batch make_batch(std::span<const std::uint64_t> keys, ThreadPool& pool) {
       [=](const Packed& item) { return common | (item.key() << low); });
 }
 
-std::optional<std::uint64_t> first_bad_id(std::span<const std::int64_t> ids, std::uint64_t rows, ThreadPool& pool) {
-  constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
+std::optional<std::uint64_t> first_bad_id(std::span<const std::int64_t> ids, std::uint64_t rows) noexcept {
   constexpr std::uint64_t kBlock = 512;
   // An id is bad if it is negative or last - id is, `last` being rows - 1 (-1 for an empty table): one sign bit, no branch.
   const std::uint64_t last = std::min(rows, std::uint64_t{1} << 63) - 1;
   const auto badness = [&](std::int64_t id) { return static_cast<std::uint64_t>(id) | (last - static_cast<std::uint64_t>(id)); };
+  for (std::uint64_t at = 0; at < ids.size(); at += kBlock) {
+    const std::uint64_t stop = std::min<std::uint64_t>(ids.size(), at + kBlock);
+    std::uint64_t bad = 0;
+    for (std::uint64_t i = at; i < stop; ++i) bad |= badness(ids[i]);
+    if ((bad >> 63) == 0) continue;
+    while ((badness(ids[at]) >> 63) == 0) ++at;
+    return at;
+  }
+  return {};
+}
+
+std::optional<std::uint64_t> first_bad_id(std::span<const std::int64_t> ids, std::uint64_t rows, ThreadPool& pool) {
+  constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
   std::atomic<std::uint64_t> first{kNone};
   pool.parallel_for(ids.size(), 16384, [&](std::uint64_t begin, std::uint64_t end) {
-    for (std::uint64_t at = begin; at < end && at < first.load(std::memory_order_relaxed); at += kBlock) {
-      const std::uint64_t stop = std::min(end, at + kBlock);
-      std::uint64_t bad = 0;
-      for (std::uint64_t i = at; i < stop; ++i) bad |= badness(ids[i]);
-      if ((bad >> 63) == 0) continue;
-      std::uint64_t here = at;
-      while ((badness(ids[here]) >> 63) == 0) ++here;
-      std::uint64_t best = first.load();
-      while (here < best && !first.compare_exchange_weak(best, here)) {
-      }
-      return;
-    }
+    if (begin >= first.load(std::memory_order_relaxed)) return;
+    if (const auto bad = first_bad_id(ids.subspan(begin, end - begin), rows)) keep_least(first, begin + *bad);
   });
   const std::uint64_t found = first.load();
   return found == kNone ? std::nullopt : std::optional{found};
+}
+
+void keep_least(std::atomic<std::uint64_t>& least, std::uint64_t value) noexcept {
+  std::uint64_t best = least.load();
+  while (value < best && !least.compare_exchange_weak(best, value)) {
+  }
 }
 
 }  // namespace embermap

@@ -1,6 +1,7 @@
 // The ids of one batch, sorted and made distinct, on the host. The CUDA counterpart is CudaBatch in kernels/cuda.hpp.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -28,6 +29,10 @@ inline constexpr std::uint64_t kMaxBatch = 0xFFFFFFFEU;
 Batch make_batch(std::span<const std::uint64_t> keys, ThreadPool& pool);
 
 // The position of the first id outside [0, rows), if there is one.
+std::optional<std::uint64_t> first_bad_id(std::span<const std::int64_t> ids, std::uint64_t rows) noexcept;
+// The same by the pool's threads.
 std::optional<std::uint64_t> first_bad_id(std::span<const std::int64_t> ids, std::uint64_t rows, ThreadPool& pool);
+// least = min(least, value), for threads that share a search.
+void keep_least(std::atomic<std::uint64_t>& least, std::uint64_t value) noexcept;
 
 }  // namespace embermap

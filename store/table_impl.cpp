@@ -212,6 +212,10 @@ void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> o
   {
     const auto lock = side_by_side();
     check_size(ids.size(), out.size(), field.bytes, "room for rows");
+    if (!ids.empty() && entry_.geometry.rows != 0 && hot().whole()) {
+      gather_whole(ids, out.data(), field);
+      return;
+    }
     const auto rows = checked_ids(ids);
     while (at < rows.size()) {
       const auto block = rows.subspan(at, std::min(kGatherBlock, rows.size() - at));
@@ -231,15 +235,19 @@ void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> o
   rows_gathered_ += ids.size();
 }
 
+// Bad ids are known before the first row is copied.
+void TableImpl::gather_whole(std::span<const std::int64_t> ids, std::byte* out, const Field& field) {
+  auto& pages = static_cast<WholePages&>(hot());
+  if (const auto bad = pages.load_rows(ids, entry_.geometry.rows)) throw RowIdError(name_, ids[*bad], *bad, entry_.geometry.rows);
+  const std::shared_lock reading(rows_);
+  gather_rows(pages.frame(0) + field.offset, entry_.geometry.stride,
+              {reinterpret_cast<const std::uint64_t*>(ids.data()), ids.size()}, field.bytes, out, core_->compute);
+  rows_gathered_ += ids.size();
+}
+
 bool TableImpl::gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field) {
   HotPages& pages_in_memory = hot();
   const Geometry& geometry = entry_.geometry;
-  if (pages_in_memory.whole()) {
-    static_cast<WholePages&>(pages_in_memory).load_rows(ids);
-    const std::shared_lock reading(rows_);
-    gather_rows(pages_in_memory.frame(0) + field.offset, geometry.stride, ids, field.bytes, out, core_->compute);
-    return true;
-  }
   // Rows are copied in the order of the ids; sorting would cost more than it brings while all pages fit.
   std::vector<std::uint64_t> pages(ids.size());
   pages_of(ids, pages);

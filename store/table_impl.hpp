@@ -168,6 +168,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
     bool replaces = false;  // whole records are written: pages of which the batch has all rows need not be read
   };
   void change(Shared lock, std::span<const std::int64_t> ids, const Batch& batch, const Change& change);
+  // All pages have frames.
+  void gather_whole(std::span<const std::int64_t> ids, std::byte* out, const Field& field);
   // False, and nothing done, if the rows take more pages than there are frames.
   bool gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
   void gather_in_passes(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);

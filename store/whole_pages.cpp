@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <bit>
 #include <exception>
+#include <limits>
 #include <mutex>
 
 #include "base/checked.hpp"
 #include "base/stopwatch.hpp"
+#include "kernels/batch.hpp"
 
 namespace embermap {
 namespace {
@@ -15,6 +17,8 @@ constexpr std::uint64_t kGrain = 4096;  // pages a thread looks up at a time
 // threads write take each other's cache lines away, which made a gather by sixteen threads five times slower than its copies.
 constexpr std::uint64_t kDenseShare = 2;
 constexpr std::uint64_t kFlushPages = 65536;  // pages handed to the file at a time
+constexpr auto kAllGood = [](std::uint64_t, std::uint64_t) { return true; };
+constexpr auto kNotReplaced = [](std::uint64_t) { return false; };
 }  // namespace
 
 WholePages::WholePages(PageFile& file, ThreadPool& compute)
@@ -43,15 +47,18 @@ bool WholePages::use(std::uint64_t page, std::uint32_t batch, Access access, std
   return true;
 }
 
-template <class PageOf, class Replaced>
+template <class PageOf, class Replaced, class Good>
 std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf& page_of, const Replaced& replaced,
-                               std::vector<std::uint32_t>& held_back) {
+                               const Good& good, std::vector<std::uint32_t>& held_back) {
   const std::uint32_t batch = ++batch_;
   std::atomic<std::uint64_t> used{0};
   std::vector<Wanted> wanted;
   std::vector<std::uint64_t> together(count > kGrain && count >= pages_ / kDenseShare ? ceil_div(pages_, 64) : 0);
   std::mutex merging;
+  std::atomic<bool> refused{false};
   compute_.parallel_for(count, kGrain, [&](std::uint64_t begin, std::uint64_t end) {
+    if (!good(begin, end)) refused.store(true, std::memory_order_relaxed);
+    if (refused.load(std::memory_order_relaxed)) return;
     std::uint64_t mine = 0;
     std::vector<Wanted> absent;
     std::vector<std::uint64_t> bits(together.size());
@@ -65,6 +72,7 @@ std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf&
     for (std::size_t word = 0; word < bits.size(); ++word) together[word] |= bits[word];
     wanted.insert(wanted.end(), absent.begin(), absent.end());
   });
+  if (refused) return 0;
   std::uint64_t distinct = used;
   for (const std::uint64_t word : together) distinct += static_cast<std::uint64_t>(std::popcount(word));
   if (!wanted.empty()) {
@@ -166,22 +174,31 @@ std::optional<HotPages::Hold> WholePages::hold(std::span<const std::uint64_t> pa
         frame_of[i] = static_cast<std::uint32_t>(pages[i]);
         return pages[i];
       },
-      [&](std::uint64_t i) { return !replaced.empty() && replaced[i] != 0; }, held_back);
+      [&](std::uint64_t i) { return !replaced.empty() && replaced[i] != 0; }, kAllGood, held_back);
   return Hold(this, 0, distinct, std::move(held_back));
 }
 
-void WholePages::load_rows(std::span<const std::uint64_t> ids, Access access) {
+std::optional<std::uint64_t> WholePages::load_rows(std::span<const std::int64_t> ids, std::uint64_t rows) {
+  constexpr std::uint64_t kNone = std::numeric_limits<std::uint64_t>::max();
+  std::atomic<std::uint64_t> bad{kNone};
   std::vector<std::uint32_t> none;
   load(
-      ids.size(), access, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); }, [](std::uint64_t) { return false; },
+      ids.size(), Access::kRead, [&](std::uint64_t i) { return page_of_row_.quotient(static_cast<std::uint64_t>(ids[i])); },
+      kNotReplaced,
+      [&](std::uint64_t begin, std::uint64_t end) {
+        const auto found = first_bad_id(ids.subspan(begin, end - begin), rows);
+        if (found) keep_least(bad, begin + *found);
+        return !found;
+      },
       none);
+  // Pieces are handed out in ascending order, and those before the first bad one were all looked at.
+  return bad == kNone ? std::nullopt : std::optional{bad.load()};
 }
 
 void WholePages::load_rows(const HostKeys& ids, Access access) {
   std::vector<std::uint32_t> none;
   load(
-      ids.count, access, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); }, [](std::uint64_t) { return false; },
-      none);
+      ids.count, access, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); }, kNotReplaced, kAllGood, none);
 }
 
 void WholePages::mark_rows(const HostKeys& ids) noexcept {

@@ -22,9 +22,11 @@ class WholePages final : public HotPages {
 
   std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
                            std::span<const std::uint8_t> replaced = {}) override;
-  // Makes the pages of these rows resident, for good: row `id` < the table's rows then lies at frame(0) + id * stride. With
-  // Access::kWrite they are marked dirty.
-  void load_rows(std::span<const std::uint64_t> ids, Access access = Access::kRead);
+  // Makes the pages of these rows resident, for good: row `id` then lies at frame(0) + id * stride. If an id is not below `rows`,
+  // returns the position of the first such one instead, and has loaded nothing. (One pass over the ids: with many threads the
+  // beginning and end of a pass take as long as the pass.)
+  std::optional<std::uint64_t> load_rows(std::span<const std::int64_t> ids, std::uint64_t rows);
+  // The same for good ones; with Access::kWrite their pages are marked dirty.
   void load_rows(const HostKeys& ids, Access access);
   // Marks their pages dirty, and no more. For pages in memory.
   void mark_rows(const HostKeys& ids) noexcept;
@@ -53,8 +55,9 @@ class WholePages final : public HotPages {
   void mark_dirty(std::uint64_t page) noexcept;
   // Makes the pages page_of(i), i < count, ready; returns how many distinct ones there were, and in `held_back` the frames of
   // those that the caller will fill.
-  template <class PageOf, class Replaced>
-  std::uint64_t load(std::uint64_t count, Access access, const PageOf& page_of, const Replaced& replaced,
+  // good(begin, end): whether these may be looked at. If one says no, nothing is made ready, and nothing counts.
+  template <class PageOf, class Replaced, class Good>
+  std::uint64_t load(std::uint64_t count, Access access, const PageOf& page_of, const Replaced& replaced, const Good& good,
                      std::vector<std::uint32_t>& held_back);
   std::uint64_t fill(std::vector<Wanted> wanted, Access access, std::vector<std::uint32_t>& held_back);
   void release(Hold& hold) noexcept override;
