@@ -17,6 +17,7 @@
 #endif
 
 #include "base/error.hpp"
+#include "base/lock_soon.hpp"
 
 namespace embermap {
 namespace {
@@ -96,9 +97,10 @@ struct ThreadPool::Loop {
         next.store(count);
       }
     }
-    // The last one out wakes the caller. Under the lock: the caller must not look between the subtraction and the wake.
+    // The last one out wakes the caller, which looks with the lock held: it sees the subtraction, or waits when this comes.
+    if (running.fetch_sub(1) != 1) return;
     const std::lock_guard lock(mutex);
-    if (running.fetch_sub(1) == 1) idle.notify_all();
+    idle.notify_all();
   }
 };
 
@@ -130,15 +132,16 @@ void ThreadPool::work() {
     wake_.wait(lock, [&] { return stop_ || !loops_.empty(); });
     if (stop_) return;
     const std::shared_ptr<Loop> loop = loops_.front();
-    lock.unlock();
-    loop->help();
-    lock.lock();
-    std::erase(loops_, loop);  // it has no pieces left
-    if (!looks_out_ || !loops_.empty() || stop_) continue;
+    const bool last = loops_.size() == 1;
     const std::uint64_t seen = posted_.load(std::memory_order_relaxed);  // counted up with mutex_ held
     lock.unlock();
-    look_out([&] { return posted_.load(std::memory_order_relaxed) != seen; });
-    lock.lock();
+    loop->help();
+    if (looks_out_ && last) look_out([&] { return posted_.load(std::memory_order_relaxed) != seen; });
+    if (looks_out_)
+      lock_soon(lock);
+    else
+      lock.lock();
+    std::erase(loops_, loop);  // it has no pieces left
   }
 }
 
@@ -147,20 +150,23 @@ void ThreadPool::parallel_for(std::uint64_t count, std::uint64_t grain,
   if (count == 0) return;
   grain = std::max<std::uint64_t>(grain, 1);
   if (threads_ == 1 || inside_body || count <= grain) return body(0, count);
+  const auto take_lock = [&](std::unique_lock<std::mutex>& lock) { return looks_out_ ? lock_soon(lock) : lock.lock(); };
   auto loop = std::make_shared<Loop>();
   loop->count = count;
   // Four pieces a thread even out unequal speeds; fewer, larger ones keep each thread's memory accesses together.
   loop->piece = std::max(grain, count / (std::uint64_t{threads_} * 4) + 1);
   loop->body = &body;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_, std::defer_lock);
+    take_lock(lock);
     loops_.push_back(loop);
     posted_.fetch_add(1, std::memory_order_relaxed);
   }
   wake_.notify_all();
   loop->help();
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_, std::defer_lock);
+    take_lock(lock);
     std::erase(loops_, loop);  // from here no worker can join in
   }
   if (looks_out_) look_out([&] { return loop->running.load() == 0; });

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "base/checked.hpp"
+#include "base/lock_soon.hpp"
 #include "base/stopwatch.hpp"
 #include "kernels/batch.hpp"
 
@@ -68,7 +69,9 @@ std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf&
       if (absent.empty() || absent.back().page != page) absent.push_back({page, replaced(i)});
     }
     used += mine;
-    const std::lock_guard lock(merging);
+    if (bits.empty() && absent.empty()) return;
+    std::unique_lock lock(merging, std::defer_lock);
+    lock_soon(lock);
     for (std::size_t word = 0; word < bits.size(); ++word) together[word] |= bits[word];
     wanted.insert(wanted.end(), absent.begin(), absent.end());
   });
