@@ -150,7 +150,8 @@ void translate(const std::exception_ptr& thrown, void*) {
 
 Store open_store(const std::filesystem::path& path, std::string_view mode, std::uint64_t memory, int device, unsigned threads,
                  bool accept_unclean, std::string_view io, std::optional<bool> direct, std::string_view policy,
-                 std::string_view durability, std::uint64_t log_limit, bool autocommit, std::optional<bool> allow_adopted) {
+                 std::string_view durability, std::uint64_t log_limit, bool autocommit, std::optional<bool> allow_adopted,
+                 std::string_view pin) {
   StoreOptions options;
   if (mode == "a") {
     options.mode = StoreOptions::Mode::kOpenOrCreate;
@@ -174,6 +175,7 @@ Store open_store(const std::filesystem::path& path, std::string_view mode, std::
   options.durability = parse_durability(durability);
   options.log_limit = log_limit;
   options.autocommit = autocommit;
+  options.pin = parse_pin(pin);
   const nb::gil_scoped_release release;
   return Store::open(path, options);
 }
@@ -283,7 +285,12 @@ Report stats_of(const Table& table) {
   out["dirty_pages"] = s.dirty_pages;
   out["memory_bytes"] = s.memory_bytes;
   out["huge_pages"] = s.huge_pages;
-  out["registered"] = s.registered;
+  out["registered"] = s.registered || s.mapping_registered;
+  out["pinned"] = s.mapping_registered ? std::optional<std::string_view>(pin_name(Pin::kMapping))
+                  : s.registered       ? std::optional<std::string_view>(pin_name(Pin::kFrames))
+                                       : std::nullopt;
+  out["mapped_bytes"] = s.mapped_bytes;
+  out["rows_mapped"] = s.rows_mapped;
   out["whole"] = s.whole;
   out["io_engine"] = io_engine_name(io.engine);
   out["direct_reads"] = io.direct_reads;
@@ -577,9 +584,9 @@ void bind_store(nb::module_& m) {
           nb::sig(
               "def open(path: str | os.PathLike[str], mode: str, memory: int, device: int, threads: int, accept_unclean: bool, "
               "io: str, direct: bool | None, policy: str, durability: str, log_limit: int, autocommit: bool, allow_adopted: bool "
-              "| None) -> Store"),
+              "| None, pin: str) -> Store"),
           "path"_a, "mode"_a, "memory"_a, "device"_a, "threads"_a, "accept_unclean"_a, "io"_a, "direct"_a.none(), "policy"_a,
-          "durability"_a, "log_limit"_a, "autocommit"_a, "allow_adopted"_a.none())
+          "durability"_a, "log_limit"_a, "autocommit"_a, "allow_adopted"_a.none(), "pin"_a)
       .def_prop_ro("path", &Store::path)
       .def_prop_ro("writable", &Store::writable)
       .def_prop_ro("commit_number", &Store::commit_number)

@@ -27,6 +27,7 @@ __all__ = ["Commit", "Store", "open"]
 Mode = Literal["a", "r+", "r"]
 Io = Literal["auto", "io_uring", "threads", "cached"]
 Policy = Literal["lru", "s3fifo"]
+Pin = Literal["frames", "mapping"]
 Durability = Literal["commit", "none"]
 
 
@@ -49,6 +50,7 @@ class _Session:
         self.process = os.getpid()
         self.forked = False
         self.allow_adopted: bool | None = None
+        self.pin: Pin = "frames"
         self.hints: HintServer | None = (
             None  # takes ids from worker processes, if any were asked for
         )
@@ -98,7 +100,7 @@ _sessions: weakref.WeakSet[_Session] = weakref.WeakSet()
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 
 # What pickles opened in this process, by path and memory: those that come later use the same.
-_restored: weakref.WeakValueDictionary[tuple[str, int, bool | None], _Session] = (
+_restored: weakref.WeakValueDictionary[tuple[str, int, bool | None, Pin], _Session] = (
     weakref.WeakValueDictionary()
 )
 _restoring = threading.Lock()
@@ -132,12 +134,12 @@ class Store:
     Thread safety: all methods may be called from several threads; they release the GIL.
 
     After fork() the child cannot use the handles it inherits (ForkError) and does not disturb
-    those of its parent; it opens the store again, read-only. Pickling a store keeps its path and
-    memory, a few hundred bytes; the copy opens it **read-only**, without a device, and sees the
-    last commit; ValueError if another store is at the path by then. Copies that come into the same
-    process share one opening, and its memory, until there is another commit; closing one closes
-    them all. Commit before workers start. While a writer with durability "none" has written pages
-    since its last commit, opening raises CorruptError.
+    those of its parent; it opens the store again, read-only. Pickling a store keeps its path,
+    memory and pin, a few hundred bytes; the copy opens it **read-only**, without a device, and sees
+    the last commit; ValueError if another store is at the path by then. Copies that come into the
+    same process share one opening, and its memory, until there is another commit; closing one
+    closes them all. Commit before workers start. While a writer with durability "none" has written
+    pages since its last commit, opening raises CorruptError.
     `copy.copy` and `copy.deepcopy` give the same handle.
     """
 
@@ -212,7 +214,7 @@ class Store:
         inode = self.path.stat().st_ino
         session = self._session
         where = (session.path, core.memory, core.commit_number, inode, session.allow_adopted)
-        return (_restore_store, where)
+        return (_restore_store, (*where, session.pin))
 
     def _check_outside(self, file: Path) -> None:
         """Refuse to write a file that the store itself lives in."""
@@ -572,12 +574,14 @@ _SUMMED = (
     "read_requests",
     "write_requests",
     "rows_gathered",
+    "rows_mapped",
     "rows_written",
     "seconds_waiting",
     "resident_pages",
     "dirty_pages",
     "memory_bytes",
     "io_memory_bytes",
+    "mapped_bytes",
 )
 
 
@@ -637,6 +641,7 @@ def open(  # noqa: A001
     log_limit: int | str | None = None,
     autocommit: bool = True,
     allow_adopted: bool | None = None,
+    pin: Pin = "frames",
 ) -> Store:
     """Open a store: a directory of tables.
 
@@ -689,6 +694,15 @@ def open(  # noqa: A001
             another user, must not decide which of your files are read and written. Such a table is
             listed, and asking for it raises FormatError naming the file. True: open whatever the
             store names; a writer records that it belongs here now. False: open none.
+        pin: what rows are gathered from, by kernels of the device and on the host. "frames": hot
+            pages in memory of the store's own. "mapping", for mode "r": each table's `.npy` itself,
+            mapped, and registered with CUDA for reading, so that any number of processes share
+            the page cache and rows take nothing of `memory`. For tables that fit in the machine's
+            memory and rarely change. Pages are not compared with their checksums. gather raises
+            ValueError for a table with pages that were never written (`Table.materialize`) or an
+            adopted file of the other byte order; a batch with pages that the reader's commit has
+            only in the redo log (`Store.checkpoint` by the writer, then `refresh`) goes through
+            frames. A file that is cut short is FormatError.
 
     Raises: StoreNotFoundError (a FileNotFoundError; modes "r+" and "r"), FormatError (not a store,
     a newer version, a broken manifest or log, committed rows of an adopted file that is not
@@ -703,7 +717,7 @@ def open(  # noqa: A001
         raise TypeError(f"direct must be True, False or None, not {direct!r}")
     if allow_adopted is not None and not isinstance(allow_adopted, bool):
         raise TypeError(f"allow_adopted must be True, False or None, not {allow_adopted!r}")
-    for value, name in ((io, "io"), (policy, "policy"), (durability, "durability")):
+    for value, name in ((io, "io"), (policy, "policy"), (durability, "durability"), (pin, "pin")):
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a string, not {value!r}")
     number = _device_number(device)
@@ -720,6 +734,7 @@ def open(  # noqa: A001
         _log_limit(log_limit),
         bool(autocommit),
         allow_adopted,
+        pin,
     )
     try:
         core = _core.Store.open(where, *arguments)
@@ -729,6 +744,7 @@ def open(  # noqa: A001
         raise StoreNotFoundError(errno.ENOENT, "no store", str(where)) from error
     session = _Session(core, str(core.path), mode, number)
     session.allow_adopted = allow_adopted
+    session.pin = pin
     return Store(session)
 
 
@@ -744,18 +760,25 @@ def _stamp(path: str) -> _Stamp:
 
 
 def _restore_store(
-    path: str, memory: int, commit: int, inode: int, allow_adopted: bool | None
+    path: str,
+    memory: int,
+    commit: int,
+    inode: int,
+    allow_adopted: bool | None,
+    pin: Pin = "frames",
 ) -> Store:
     """Open the store of a pickle, read-only, and check that it is the same one."""
     with _restoring:
         stamp = _stamp(
             path
         )  # before it is opened: a commit in between makes the next one open anew
-        session = _restored.get((path, memory, allow_adopted))
+        session = _restored.get((path, memory, allow_adopted, pin))
         if session is None or session.core.closed or session.restored_from != stamp:
-            session = open(path, mode="r", memory=memory, allow_adopted=allow_adopted)._session
+            session = open(
+                path, mode="r", memory=memory, allow_adopted=allow_adopted, pin=pin
+            )._session
             session.restored_from = stamp
-            _restored[path, memory, allow_adopted] = session
+            _restored[path, memory, allow_adopted, pin] = session
     store = Store(session)
     if store.path.stat().st_ino != inode or store.commit_number < commit:
         raise ValueError(f"{path!r} is not the store that was pickled: it was replaced since")

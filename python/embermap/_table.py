@@ -574,12 +574,14 @@ class Table:
         "evictions", "write_backs", "pages_read", "pages_generated", "resident_pages",
         "dirty_pages", "frames" (0 before the first use). Bytes: "bytes_read", "bytes_written",
         "page_bytes", "memory_bytes" (of the store's budget), "io_memory_bytes" (rings and bounce
-        buffers). Ids: "rows_gathered", "rows_written". Requests made to the system, neighbouring
-        pages sharing one: "read_requests", "write_requests". "seconds_waiting": calls waited for
-        the disk, added up over threads. Bools: "huge_pages", "registered" (with CUDA), "whole"
-        (all pages have a frame). How the file is read and written: "io_engine" ("io_uring",
-        "threads", "cached"), "direct_reads", "direct_writes", and "io_note", what the system
-        refused and why.
+        buffers), "mapped_bytes" (of the file, with `pin="mapping"`, from the first gather on). Ids:
+        "rows_gathered", "rows_mapped" (those of them that came from the mapping), "rows_written".
+        Requests made to the system, neighbouring pages sharing one: "read_requests",
+        "write_requests". "seconds_waiting": calls waited for the disk, added up over threads.
+        Bools: "huge_pages", "registered" (with CUDA), "whole" (all pages have a frame). "pinned":
+        what is registered, "frames", "mapping" or None. How the file is read and written:
+        "io_engine" ("io_uring", "threads", "cached"), "direct_reads", "direct_writes", and
+        "io_note", what the system refused and why.
 
         In a store with a device, "cuda" is a dict: its "device" (a name; empty before the first
         use), "transfers" (a call moves its rows in one, an update in two), "kernel_rows" (moved by
