@@ -40,6 +40,11 @@ class PinnedRange {
  public:
   PinnedRange() = default;
   PinnedRange(std::byte* begin, std::uint64_t bytes);
+  // The same for memory that the host has for reading only, such as the mapping of a file that cannot be written: kernels read
+  // it. `device` is the one whose kernels will; one that cannot have such memory (cudaDevAttrHostRegisterReadOnlySupported) is a
+  // failure. Pages of a file are read now, if they are not in the page cache, and stay where they are: kernels go on reading them
+  // where the file has other pages in their place since, or is shorter.
+  static PinnedRange read_only(const std::byte* begin, std::uint64_t bytes, int device);
   PinnedRange(PinnedRange&& other) noexcept;
   PinnedRange& operator=(PinnedRange&& other) noexcept;
   ~PinnedRange();
@@ -48,6 +53,7 @@ class PinnedRange {
   const std::string& error() const noexcept { return error_; }
 
  private:
+  void pin(std::byte* begin, std::uint64_t bytes, unsigned flags);  // of cudaHostRegister
   void release() noexcept;
   [[maybe_unused]] std::byte* begin_ = nullptr;  // unused in a build without CUDA
   std::uint64_t bytes_ = 0;
@@ -56,7 +62,7 @@ class PinnedRange {
 
 // Where the frames of a table lie and how a row is found in them.
 struct FrameSource {
-  std::byte* slab = nullptr;  // host address of frame 0
+  std::byte* slab = nullptr;  // host address of frame 0; only read by fetch
   bool registered = false;    // a PinnedRange covers the slab: kernels read and write it; otherwise rows go through host staging
   std::uint64_t page_bytes = 0;  // from one frame to the next
   std::uint64_t rows_per_page = 0;

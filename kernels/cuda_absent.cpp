@@ -14,6 +14,8 @@ std::string cuda_absence() { return "embermap was built without CUDA"; }
 PinnedRange::PinnedRange(std::byte*, std::uint64_t bytes)
     : error_{fmt::format("cannot register {} of pinned host memory: {}", format_size(bytes), cuda_absence())} {}
 
+PinnedRange PinnedRange::read_only(const std::byte*, std::uint64_t bytes, int) { return PinnedRange(nullptr, bytes); }
+
 PinnedRange::PinnedRange(PinnedRange&& other) noexcept = default;
 PinnedRange& PinnedRange::operator=(PinnedRange&& other) noexcept = default;
 PinnedRange::~PinnedRange() = default;

@@ -48,6 +48,12 @@ void LogView::load() {
   header_ = header_now();
   applied_to_ = header_.tail;
   commit_ = header_.applied;
+  // The header's serial moves on where applying begins and where it ends.
+  files_known_.clear();
+  if (header_.applying == header_.applied) {
+    const struct stat status = file_.status();
+    files_known_ = {status.st_ino, header_.id, header_.serial};
+  }
   std::uint64_t epoch = header_.tail;
   walk_log(file_, header_, [&](const LogRecord& record) {
     if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit)) {
@@ -167,6 +173,14 @@ void UnloggedView::reading(const std::function<void()>& body) {
     throw StaleError(fmt::format("store {}: a writer has opened or changed it since this reader looked; refresh() it",
                                  printable(manifest_.parent_path())));
   if (failure != nullptr) std::rethrow_exception(failure);
+}
+
+std::vector<std::uint64_t> UnloggedView::files_known() const {
+  std::vector<std::uint64_t> known;
+  for (const Trace& trace : before_)
+    known.insert(known.end(), {trace.inode, trace.bytes, static_cast<std::uint64_t>(trace.seconds),
+                               static_cast<std::uint64_t>(trace.nanoseconds)});
+  return known;
 }
 
 void UnloggedView::find(std::uint32_t, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const {

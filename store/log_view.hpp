@@ -11,6 +11,7 @@
 #include <shared_mutex>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/shared_mutex.hpp"
 #include "base/thread_pool.hpp"
@@ -46,6 +47,7 @@ class LogView final : public LoggedPages {
   void find(std::uint32_t table, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const override;
   std::uint64_t read(std::span<const IoPiece> pieces, const PageIo::Done& done) override { return io_.read(pieces, done); }
   void for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const override;
+  std::vector<std::uint64_t> files_known() const override { return files_known_; }
 
  private:
   LogView(File file, ThreadPool& io, const PageIoOptions& options);
@@ -61,6 +63,7 @@ class LogView final : public LoggedPages {
   std::uint64_t commit_ = 0;
   std::string manifest_;
   std::uint64_t bytes_ = 0;
+  std::vector<std::uint64_t> files_known_;  // which header, unless something was being applied
   mutable std::mutex mutex_;
   LogHeader header_;          // of what follows
   std::uint64_t applied_to_;  // what lies before this position in the log is in the files
@@ -81,6 +84,7 @@ class UnloggedView final : public LoggedPages {
   void find(std::uint32_t, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const override;
   std::uint64_t read(std::span<const IoPiece>, const PageIo::Done&) override { return 0; }
   void for_each(std::uint32_t, const std::function<void(std::uint64_t, const LoggedVersion&)>&) const override {}
+  std::vector<std::uint64_t> files_known() const override;
 
  private:
   // Which file has a name, and when it was changed: zeros where there is none.

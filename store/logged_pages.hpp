@@ -5,6 +5,7 @@
 #include <functional>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "io/page_io.hpp"
 #include "store/log_index.hpp"
@@ -27,6 +28,9 @@ class LoggedPages {
   virtual std::uint64_t read(std::span<const IoPiece> pieces, const PageIo::Done& done) = 0;
   // All pages of a table, in no order.
   virtual void for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const = 0;
+  // Of a reader: what the tables' files were when it looked. Another look with the same result has found the same files, of whose
+  // committed pages nothing was written in between; empty: nothing is known.
+  virtual std::vector<std::uint64_t> files_known() const { return {}; }
 };
 
 }  // namespace embermap

@@ -17,6 +17,14 @@ Durability parse_durability(std::string_view name) {
   throw InvalidArgument(fmt::format("there is no durability '{}'; there are commit and none", printable(name)));
 }
 
+std::string_view pin_name(Pin pin) { return pin == Pin::kMapping ? "mapping" : "frames"; }
+
+Pin parse_pin(std::string_view name) {
+  if (name == "frames") return Pin::kFrames;
+  if (name == "mapping") return Pin::kMapping;
+  throw InvalidArgument(fmt::format("there is no pin '{}'; there are frames and mapping", printable(name)));
+}
+
 Store Store::open(const std::filesystem::path& path, const StoreOptions& options) { return Store(Impl::open(path, options)); }
 
 const std::filesystem::path& Store::path() const { return impl_->core()->path; }

@@ -52,6 +52,15 @@ struct StoreOptions {
   Replacement replacement = Replacement::kLru;  // what memory that is too small for a table keeps; see store/replacement.hpp
   bool write_behind = true;  // write dirty pages ahead of need, on a thread of the store's; false: when a miss needs their frames
   int device = -1;  // CUDA device whose kernels will use the hot pages; -1: none. Throws CudaError if there is no such device
+  // Pin::kMapping needs Mode::kRead. Each table is mapped when it is first gathered from, and registered when a device first
+  // does; that reads a file that is not in the page cache, waits for the device when it ends (close, refresh after a change), and
+  // is refused, with a warning, where the machine has less memory available than the file has bytes, or CUDA cannot: a device's
+  // rows then go through staging on the host. Checksums are not verified. gather throws InvalidArgument for a table with pages
+  // that were never written (materialize) or in the other byte order; a batch with pages that the reader's commit has only in the
+  // redo log (checkpoint, then refresh) goes through frames, for which `memory` is. As for all reads: StaleError once the files
+  // have gone on; FormatError for a file that was cut short. A gather on the host may have filled its output by then. A process
+  // gets a handler for SIGBUS with the first mapping (io/mapped_file.hpp).
+  Pin pin = Pin::kFrames;
   unsigned threads = 0;  // for copies and steps; 0: what the process may use, at most 16. I/O has 32 threads of its own
   // How pages go between files and memory. nullopt: chosen for each file by a short probe; what a table got is in its statistics.
   std::optional<IoEngine> io = {};

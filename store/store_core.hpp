@@ -137,6 +137,7 @@ struct StoreCore {
         log_limit{options.log_limit != 0 ? options.log_limit : default_log_limit(options.memory)},
         autocommit{options.autocommit},
         device{options.device},
+        pin{options.pin},
         page_io{.engine = options.io, .direct = options.direct},
         ops{file_ops},
         compute{options.threads},
@@ -200,6 +201,7 @@ struct StoreCore {
   const std::uint64_t log_limit;
   const bool autocommit;
   const int device;
+  const Pin pin;
   const PageIoOptions page_io;
   FileOps& ops;
   ThreadPool compute;

@@ -116,6 +116,9 @@ std::shared_ptr<Store::Impl> Store::Impl::of(StoreCore& core) {
 std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path, const StoreOptions& options) {
   using Mode = StoreOptions::Mode;
   if (path.empty()) throw InvalidArgument("the store's path is empty");
+  if (options.pin == Pin::kMapping && options.mode != Mode::kRead)
+    throw InvalidArgument(fmt::format(
+        "store {}: pin 'mapping' is for a store that is open read-only (mode 'r'): rows are changed in frames", printable(path)));
   if (options.log_limit != 0 && options.log_limit < kSmallestLimit)
     throw InvalidArgument(fmt::format("a log_limit of {} bytes is too small: a redo log has at least {} ({})", options.log_limit,
                                       kSmallestLimit, format_size(kSmallestLimit)));
@@ -241,7 +244,10 @@ void Store::Impl::open_tables() {
     } catch (const Error&) {
       broken_.emplace(name, std::current_exception());
       entries.erase(name);
-      tables_.erase(name);
+      if (const auto known = tables_.find(name); known != tables_.end()) {
+        known->second->end_mapping();
+        tables_.erase(known);
+      }
     }
   }
   const auto shares = plan(*core_, entries);
@@ -265,6 +271,7 @@ void Store::Impl::look(bool accept_unclean) {
         const auto listed = manifest.tables.find(item.first);
         const bool gone = listed == manifest.tables.end() || !item.second->is(listed->second);
         item.second->drop_files();
+        if (gone) item.second->end_mapping();
         return gone;
       });
       core_->view = std::move(view);

@@ -25,6 +25,16 @@
 
 namespace embermap {
 
+// What kernels, and gathers on the host, read rows from.
+enum class Pin : std::uint8_t {
+  kFrames,  // "frames": hot pages, in frames that the store has of its own
+  // "mapping": each table's .npy where it is, mapped and registered with CUDA for reading. Processes that read the same tables
+  // share the page cache, and rows take no memory of the store's. For tables that are written whole, are warm, and rarely change
+  kMapping
+};
+std::string_view pin_name(Pin pin);
+Pin parse_pin(std::string_view name);  // throws InvalidArgument listing the names
+
 struct TableOptions {
   std::uint64_t rows = 0;  // 0 is an empty table, which can be resized
   std::uint64_t dim = 0;
@@ -63,10 +73,13 @@ struct TableStats {
   std::uint64_t page_bytes = 0;
   std::uint64_t resident_pages = 0;
   std::uint64_t dirty_pages = 0;
-  std::uint64_t memory_bytes = 0;  // what the table takes of the budget
-  bool huge_pages = false;         // the slab was given huge pages
-  bool registered = false;         // the slab is registered with CUDA
-  bool whole = false;              // every page of the table has a frame
+  std::uint64_t memory_bytes = 0;   // what the table takes of the budget
+  bool huge_pages = false;          // the slab was given huge pages
+  bool registered = false;          // the slab is registered with CUDA
+  std::uint64_t mapped_bytes = 0;   // of the file, with Pin::kMapping; 0 before the first gather
+  std::uint64_t rows_mapped = 0;    // of rows_gathered: those that came from the mapping
+  bool mapping_registered = false;  // the mapping is registered with CUDA; false before a device's first gather
+  bool whole = false;               // every page of the table has a frame
 };
 
 // How rows moved between the table's frames and a device.

@@ -158,6 +158,7 @@ TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* id
 void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
                               std::string_view field_name, CudaStream stream) {
   const Field& field = schema_.field(field_name);
+  if (core_->pin == Pin::kMapping && gather_mapped_device(device, ids, count, out, field, stream)) return;
   if (gather_whole(device, ids, count, out, field, stream)) return;
   DeviceCall call = begin_device(device, ids, count, field.offset, field.bytes, stream);
   if (count == 0) return;

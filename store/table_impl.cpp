@@ -219,7 +219,8 @@ void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> o
     const auto rows = checked_ids(ids);
     while (at < rows.size()) {
       const auto block = rows.subspan(at, std::min(kGatherBlock, rows.size() - at));
-      if (!gather_block(block, out.data() + at * field.bytes, field)) break;
+      std::byte* const to = out.data() + at * field.bytes;
+      if (!gather_mapped(block, to, field) && !gather_block(block, to, field)) break;
       at += block.size();
     }
     if (at == rows.size()) {
@@ -414,6 +415,7 @@ Prefetch TableImpl::prefetch(std::span<const std::int64_t> ids) {
 Prefetcher::Step TableImpl::prefetch_some(Ahead& ahead, const Prefetch::State& job) {
   using Step = Prefetcher::Step;
   std::vector<std::uint64_t>& pages = ahead.pages;
+  if (core_->pin == Pin::kMapping) return Step::kEnded;  // the page cache has them, or reads them ahead itself
   if (!std::exchange(ahead.sorted, true)) {
     std::sort(pages.begin(), pages.end());
     pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
@@ -654,12 +656,14 @@ void TableImpl::replace_files(TableEntry entry, File data, PageLedger ledger) {
   entry_ = std::move(entry);
   step_ = entry_.step;
   make_file(std::move(data), std::move(ledger));
+  keep_mapping();
 }
 
 void TableImpl::close(bool removed) noexcept {
   const Alone lock(files_);
   release_hot();
   if (core_->log) core_->log->detach(entry_.id, removed);
+  end_mapping();
   file_.reset();
 }
 
@@ -712,6 +716,14 @@ TableStats TableImpl::stats() const {
       stats.registered = pinned_.registered();
     }
   }
+  {
+    const std::lock_guard mapped_lock(mapped_mutex_);
+    if (mapped_) {
+      stats.mapped_bytes = mapped_->bytes();
+      stats.mapping_registered = mapped_->registered();
+      stats.memory_bytes += mapped_->memory_bytes();
+    }
+  }
   const PageFile::Counters& file = file_->counters();
   stats.hits = past_.hits + counts.hits;
   stats.misses = past_.misses + counts.misses;
@@ -727,10 +739,11 @@ TableStats TableImpl::stats() const {
   stats.write_requests = file.write_requests;
   stats.rows_gathered = rows_gathered_;
   stats.rows_written = rows_written_;
+  stats.rows_mapped = rows_mapped_;
   stats.seconds_waiting = static_cast<double>(past_.waited_ns + counts.waited_ns) * 1e-9;
   stats.page_bytes = entry_.geometry.page_bytes();
-  stats.memory_bytes = file_->ledger().memory_bytes() + stats.frames * stats.page_bytes +
-                       frames_overhead(stats.frames, entry_.geometry.pages(), core_->replacement);
+  stats.memory_bytes += file_->ledger().memory_bytes() + stats.frames * stats.page_bytes +
+                        frames_overhead(stats.frames, entry_.geometry.pages(), core_->replacement);
   return stats;
 }
 

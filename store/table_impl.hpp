@@ -15,6 +15,7 @@
 #include "kernels/batch.hpp"
 #include "store/hot_pages.hpp"
 #include "store/manifest.hpp"
+#include "store/mapped_table.hpp"
 #include "store/page_file.hpp"
 #include "store/store_core.hpp"
 #include "store/table.hpp"
@@ -41,7 +42,8 @@ std::string table_header(const Schema& schema, const Geometry& geometry);
 // frames back.
 //
 // Lock order: Store::Impl's mutex, then files_, then hot_mutex_, then a Hold (which may have to be waited for), then rows_, then
-// HotPages' own. Nothing calls back up with one of them held.
+// HotPages' own. mapped_mutex_ comes after files_, and nothing but a mapping's own lock inside it. Nothing calls back up with one
+// of them held.
 class TableImpl : public std::enable_shared_from_this<TableImpl> {
  public:
   TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEntry entry, File data, PageLedger ledger);
@@ -106,6 +108,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // takes others.
   bool is(const TableEntry& entry) const noexcept;
   void drop_files() noexcept;
+  void end_mapping() noexcept;  // of a table that is gone, whose handles may live on
   void replace_files(TableEntry entry, File data, PageLedger ledger);
 
   void close(bool removed = false) noexcept;
@@ -135,6 +138,16 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void check_size(std::uint64_t ids, std::uint64_t bytes, std::uint64_t row_bytes, std::string_view what) const;
   void check_gradient_dtype(DType dtype) const;
   HotPages& hot();  // made at first use
+  // With Pin::kMapping, in table_mapped.cpp. The mapping, made at first use; nullptr with another Pin. Throws InvalidArgument
+  // where the table cannot be read so. files_ must be held, here and below.
+  MappedTable* mapped();
+  void keep_mapping();  // if the files are still those of the mapping; else ends it
+  // Runs `body`, which reads from the mapping, once or more. Throws where what it read may not be of the reader's commit.
+  void read_mapped(const MappedTable& mapped, const std::function<void()>& body);
+  // False, and nothing done, if the rows are not all in the mapping. The second one holds files_ itself.
+  bool gather_mapped(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
+  bool gather_mapped_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, const Field& field,
+                            CudaStream stream);
   void release_hot() noexcept;
   void note_dirty() noexcept;  // what is dirty in memory, for StoreCore::bound_log()
   void make_file(File data, PageLedger ledger);
@@ -234,7 +247,9 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   PinnedRange pinned_;  // of hot_'s slab: ends before it
   std::atomic<HotPages*> hot_ready_{nullptr};
   HotPages::Counts past_;  // of hot pages that were given up for others
-  mutable std::atomic<std::uint64_t> rows_gathered_{0}, rows_written_{0};
+  mutable std::mutex mapped_mutex_;
+  std::unique_ptr<MappedTable> mapped_;
+  mutable std::atomic<std::uint64_t> rows_gathered_{0}, rows_written_{0}, rows_mapped_{0};
   mutable std::mutex moved_mutex_;
   Moved moved_;  // to and from the device
 };

@@ -30,6 +30,26 @@ void unregister_pieces(std::byte* begin, std::uint64_t bytes) noexcept {
 }  // namespace
 
 PinnedRange::PinnedRange(std::byte* begin, std::uint64_t bytes) {
+  pin(begin, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+}
+
+PinnedRange PinnedRange::read_only(const std::byte* begin, std::uint64_t bytes, int device) {
+  PinnedRange range;
+  int supported = 0;
+  if (const cudaError_t error = cudaDeviceGetAttribute(&supported, cudaDevAttrHostRegisterReadOnlySupported, device);
+      error != cudaSuccess)
+    (void)cudaGetLastError();  // no device: pin() says so
+  if (supported == 0 && device >= 0 && device < cuda_devices()) {
+    range.error_ = fmt::format("cannot register {} of pinned host memory: CUDA device {} does not take memory for reading only",
+                               format_size(bytes), device);
+    return range;
+  }
+  // Nothing is written through the pointer.
+  range.pin(const_cast<std::byte*>(begin), bytes, cudaHostRegisterPortable | cudaHostRegisterMapped | cudaHostRegisterReadOnly);
+  return range;
+}
+
+void PinnedRange::pin(std::byte* begin, std::uint64_t bytes, unsigned flags) {
   const auto fail = [&](const std::string& why) {
     error_ = fmt::format("cannot register {} of pinned host memory: {}", format_size(bytes), why);
   };
@@ -44,7 +64,7 @@ PinnedRange::PinnedRange(std::byte* begin, std::uint64_t bytes) {
   gpu::remember_process();
   for (std::uint64_t done = 0; done < bytes;) {
     const std::uint64_t length = piece_length(begin + done, bytes - done);
-    const cudaError_t error = cudaHostRegister(begin + done, length, cudaHostRegisterPortable | cudaHostRegisterMapped);
+    const cudaError_t error = cudaHostRegister(begin + done, length, flags);
     if (error != cudaSuccess) {
       (void)cudaGetLastError();
       fail(fmt::format("cudaHostRegister of bytes [{}, +{}): {}", done, length, gpu::error_text(error)));

@@ -1,8 +1,11 @@
 // Registering host memory: whole or not at all, and nothing left behind.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include <filesystem>
 
 #include "tests/kernels/cuda_test_support.hpp"
 
@@ -27,6 +30,36 @@ class Memory {
   std::uint64_t bytes() const { return bytes_; }
 
  private:
+  void* data_;
+  std::uint64_t bytes_;
+};
+
+// A file, shared with the page cache and mapped for reading; without a name.
+class FileMapping {
+ public:
+  explicit FileMapping(std::uint64_t bytes) : bytes_{bytes} {
+    std::string name = (std::filesystem::temp_directory_path() / "embermap-test-XXXXXX").string();
+    fd_ = mkstemp(name.data());
+    if (fd_ < 0 || unlink(name.c_str()) != 0 || ftruncate(fd_, static_cast<off_t>(bytes)) != 0)
+      throw std::runtime_error("mkstemp");
+    data_ = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd_, 0);
+    if (data_ == MAP_FAILED) throw std::runtime_error("mmap");
+  }
+  ~FileMapping() {
+    munmap(data_, bytes_);
+    close(fd_);
+  }
+  FileMapping(const FileMapping&) = delete;
+  FileMapping& operator=(const FileMapping&) = delete;
+  void write(std::uint64_t at, std::span<const std::byte> in) const {
+    if (pwrite(fd_, in.data(), in.size(), static_cast<off_t>(at)) != static_cast<ssize_t>(in.size()))
+      throw std::runtime_error("pwrite");
+  }
+  const std::byte* data() const { return static_cast<const std::byte*>(data_); }
+  std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  int fd_ = -1;
   void* data_;
   std::uint64_t bytes_;
 };
@@ -125,6 +158,56 @@ TEST_F(CudaPinned, RowsOnBothSidesOfAPiecesBorder) {
   engine->expand(*reading, out.data(), stream);
   engine->wait(stream);
   EXPECT_EQ(first_difference(out.host(), rows), -1);
+}
+
+// Rows off every border of pages, on both sides of a piece's border; the file ends inside a page.
+TEST_F(CudaPinned, AFileThatIsMappedForReadingIsReadWhereItIs) {
+  constexpr std::uint64_t kOffset = 81;
+  constexpr std::uint64_t kStride = 3 * 1024 + 4;
+  constexpr std::uint64_t kRowsPerPage = 8;
+  const std::uint64_t rows = (kGiB + (16 << 20)) / kStride;
+  const FileMapping file(kOffset + rows * kStride);
+  Random random(2);
+  std::vector<std::int64_t> ids;
+  for (std::uint64_t id = rows - 8000; id < rows; ++id) ids.push_back(static_cast<std::int64_t>(id));
+  const std::vector<std::byte> content = random_bytes(random, ids.size() * kStride);
+  file.write(kOffset + static_cast<std::uint64_t>(ids[0]) * kStride, content);
+  int supported = 0;
+  ASSERT_CUDA(cudaDeviceGetAttribute(&supported, cudaDevAttrHostRegisterReadOnlySupported, 0));
+  {
+    PinnedRange range = PinnedRange::read_only(file.data(), file.bytes(), 0);
+    if (supported == 0) {
+      EXPECT_FALSE(range.registered());
+      EXPECT_THAT(range.error(), HasSubstr("for reading only"));
+      GTEST_SKIP() << range.error();
+    }
+    ASSERT_TRUE(range.registered()) << range.error();
+    EXPECT_TRUE(is_registered(file.data()) && is_registered(file.data() + kGiB) && is_registered(file.data() + file.bytes() - 1));
+    const FrameSource source{.slab = const_cast<std::byte*>(file.data()) + kOffset,
+                             .registered = true,
+                             .page_bytes = kRowsPerPage * kStride,
+                             .rows_per_page = kRowsPerPage,
+                             .stride = kStride};
+    const DeviceArray<std::int64_t> device(ids);
+    const DeviceArray<std::byte> out(content.size());
+    const auto batch = engine->make_batch(device.data(), ids.size(), rows, kRowsPerPage, "t", stream);
+    const std::vector<std::uint32_t> frames(batch->pages.begin(), batch->pages.end());  // page p in frame p
+    engine->fetch(*batch, source, 0, frames, 0, kStride, pool, stream);
+    engine->expand(*batch, out.data(), stream);
+    engine->wait(stream);
+    EXPECT_EQ(first_difference(out.host(), content), -1);
+  }
+  EXPECT_FALSE(is_registered(file.data()));
+}
+
+TEST_F(CudaPinned, MemoryForReadingOnlyIsRefusedWithItsReason) {
+  EXPECT_THAT(PinnedRange::read_only(nullptr, 4096, 0).error(), HasSubstr("pinned host memory"));
+  const Memory memory(1 << 20);
+  const PinnedRange first = PinnedRange::read_only(memory.data(), memory.bytes(), 0);
+  const PinnedRange again = PinnedRange::read_only(memory.data(), memory.bytes(), 0);
+  EXPECT_FALSE(again.registered());
+  EXPECT_THAT(again.error(), HasSubstr("1.00 MiB of pinned host memory"));
+  EXPECT_EQ(cudaPeekAtLastError(), cudaSuccess);
 }
 
 TEST_F(CudaPinned, ForkedChildLeavesTheParentsMemoryAlone) {

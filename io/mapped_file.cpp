@@ -1,0 +1,162 @@
+#include "io/mapped_file.hpp"
+
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <csignal>
+#include <mutex>
+
+#include "base/checked.hpp"
+#include "base/error.hpp"
+
+namespace embermap {
+
+// A live mapping, as the signal handler sees it. Never freed, but used again: the handler may walk the list at any time.
+struct detail::MappedRegion {
+  std::atomic<std::uintptr_t> begin{0}, end{0};  // begin 0: nobody's
+  std::atomic<bool> failed{false};
+  MappedRegion* next = nullptr;
+};
+
+namespace {
+
+using detail::MappedRegion;
+
+constexpr std::uint64_t kPopulated = 16ULL << 20;  // what one thread reads at a time
+
+// A signal has no other argument than the process.
+std::atomic<MappedRegion*> regions{nullptr};
+std::mutex regions_mutex;  // not the handler's
+struct sigaction before_us {};
+
+static_assert(std::atomic<std::uintptr_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
+
+// Async-signal-safe.
+bool give_zeros(std::uintptr_t address) noexcept {
+  for (MappedRegion* region = regions.load(std::memory_order_acquire); region != nullptr; region = region->next) {
+    const std::uintptr_t begin = region->begin.load(std::memory_order_acquire);
+    const std::uintptr_t end = region->end.load(std::memory_order_relaxed);
+    if (begin == 0 || address < begin || address >= end) continue;
+    region->failed.store(true);
+    // All of it at once: a piece for each page that fails would be more pieces than a process may have.
+    void* const zeros = mmap(reinterpret_cast<void*>(begin), end - begin, PROT_READ,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+    return zeros != MAP_FAILED;
+  }
+  return false;
+}
+
+void on_sigbus(int number, siginfo_t* info, void* context) {
+  const int error = errno;
+  const bool ours = info->si_code > 0 && give_zeros(reinterpret_cast<std::uintptr_t>(info->si_addr));
+  errno = error;
+  if (ours) return;
+  if ((before_us.sa_flags & SA_SIGINFO) != 0) return before_us.sa_sigaction(number, info, context);
+  if (before_us.sa_handler != SIG_DFL && before_us.sa_handler != SIG_IGN) return before_us.sa_handler(number);
+  if (before_us.sa_handler == SIG_IGN && info->si_code <= 0) return;
+  // The load is tried again and ends the process, where it would have without us; a signal that was sent has to be sent again.
+  std::signal(number, SIG_DFL);
+  if (info->si_code <= 0) (void)raise(number);
+}
+
+// Throws IoError.
+MappedRegion* add_region(const std::byte* data, std::uint64_t bytes, const File& file) {
+  const std::lock_guard lock(regions_mutex);
+  static bool installed = false;
+  if (!installed) {
+    struct sigaction action {};
+    action.sa_sigaction = on_sigbus;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigemptyset(&action.sa_mask);
+    if (sigaction(SIGBUS, &action, &before_us) != 0) throw IoError(errno, "sigaction", file.path());
+    installed = true;
+  }
+  MappedRegion* region = regions.load();
+  while (region != nullptr && region->begin.load() != 0) region = region->next;
+  const bool made = region == nullptr;
+  if (made) {
+    region = new MappedRegion;
+    region->next = regions.load();
+  }
+  region->failed = false;
+  region->end.store(reinterpret_cast<std::uintptr_t>(data) + bytes, std::memory_order_relaxed);
+  region->begin.store(reinterpret_cast<std::uintptr_t>(data), std::memory_order_release);
+  if (made) regions.store(region, std::memory_order_release);
+  return region;
+}
+
+std::uint64_t in_pages(std::uint64_t bytes) { return round_up(bytes, static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE))); }
+
+FormatError truncated(const File& file, std::uint64_t bytes, std::uint64_t needed) {
+  return {file.path(), fmt::format("truncated: the file has {} bytes, {} are mapped", bytes, needed)};
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const File& file, std::uint64_t bytes) {
+  if (bytes == 0) throw InvalidArgument("nothing of a file cannot be mapped");
+  if (const std::uint64_t has = file.size(); has < bytes) throw truncated(file, has, bytes);
+  void* const mapping = mmap(nullptr, in_pages(bytes), PROT_READ, MAP_SHARED, file.fd(), 0);
+  if (mapping == MAP_FAILED) throw IoError(errno, "mmap", file.path(), 0, bytes);
+  data_ = static_cast<std::byte*>(mapping);
+  bytes_ = bytes;
+  try {
+    region_ = add_region(data_, in_pages(bytes), file);
+  } catch (...) {
+    release();
+    throw;
+  }
+}
+
+MappedFile::MappedFile(MappedFile&& other) noexcept
+    : data_{std::exchange(other.data_, nullptr)},
+      bytes_{std::exchange(other.bytes_, 0)},
+      region_{std::exchange(other.region_, nullptr)} {}
+
+MappedFile& MappedFile::operator=(MappedFile&& other) noexcept {
+  if (this != &other) {
+    release();
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = std::exchange(other.bytes_, 0);
+    region_ = std::exchange(other.region_, nullptr);
+  }
+  return *this;
+}
+
+void MappedFile::release() noexcept {
+  if (region_ != nullptr) region_->begin.store(0);
+  if (data_ != nullptr) munmap(data_, in_pages(bytes_));
+  data_ = nullptr;
+  bytes_ = 0;
+  region_ = nullptr;
+}
+
+void MappedFile::populate(ThreadPool& pool) const noexcept {
+#ifdef MADV_POPULATE_READ
+  try {
+    pool.parallel_for(ceil_div(bytes_, kPopulated), 1, [&](std::uint64_t begin, std::uint64_t end) {
+      const std::uint64_t from = begin * kPopulated;
+      // Without a signal where the file is shorter now: whoever needs the bytes finds out.
+      (void)madvise(data_ + from, std::min(end * kPopulated, in_pages(bytes_)) - from, MADV_POPULATE_READ);
+    });
+  } catch (const std::exception&) {
+    // It only saves time.
+  }
+#else
+  (void)pool;
+#endif
+}
+
+bool MappedFile::failed() const noexcept { return region_ != nullptr && region_->failed.load(); }
+
+void MappedFile::check(const File& file) const {
+  const std::uint64_t bytes = file.size();
+  if (bytes < bytes_) throw truncated(file, bytes, bytes_);
+  if (failed()) throw IoError(EIO, "read of the mapping of", file.path(), 0, bytes_);
+}
+
+}  // namespace embermap
