@@ -53,6 +53,10 @@ TEST(CudaAbsence, PinnedRangeSaysWhyItIsNotRegistered) {
   EXPECT_THAT(range.error(), HasSubstr("1.00 MiB of pinned host memory"));
   EXPECT_THAT(range.error(), HasSubstr(cuda_absence()));
 
+  const PinnedRange reading = PinnedRange::read_only(memory.data(), memory.size(), 0);
+  EXPECT_FALSE(reading.registered());
+  EXPECT_EQ(reading.error(), range.error());
+
   PinnedRange moved(std::move(range));
   EXPECT_FALSE(moved.registered());
   EXPECT_THAT(moved.error(), HasSubstr("pinned host memory"));
