@@ -98,10 +98,9 @@ struct HostKeys {
 class CudaBatch {
  public:
   virtual ~CudaBatch() = default;
-  std::uint64_t count = 0;            // ids in the batch
-  std::uint64_t distinct = 0;         // distinct ids
-  std::span<const std::int64_t> ids;  // the ids as they were given (host); of begin_batch() only
-  std::vector<std::uint64_t> pages;   // distinct pages, ascending (host); of make_batch() only
+  std::uint64_t count = 0;           // ids in the batch
+  std::uint64_t distinct = 0;        // distinct ids
+  std::vector<std::uint64_t> pages;  // distinct pages, ascending (host); of make_batch() only
   // Page pages[p] holds the distinct ids [page_starts[p], page_starts[p + 1]); pages.size() + 1 entries (host).
   std::vector<std::uint64_t> page_starts;
 };
@@ -127,19 +126,19 @@ class CudaEngine {
   virtual std::unique_ptr<CudaBatch> make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                                 std::uint64_t rows_per_page, const std::string& table, CudaStream stream) = 0;
 
-  // The same for a table whose pages all have frames of their own number: waits only until the ids are on the host, where `pool`
-  // checks them, and lets the device go on. `distinct` and `pages` are not filled in; fetch, write_back take `first_page` 0, no
-  // frames and a source that is whole.
+  // The same for a table whose pages all have frames of their own number, but it enqueues: `distinct` and `pages` are not filled
+  // in, and a bad id is thrown by the first call that has to wait for the device to have sorted them: keys(), write_back, assign,
+  // add, step, moved(). Nothing has then been written. fetch and write_back take `first_page` 0, no frames and a source that is
+  // whole.
   virtual std::unique_ptr<CudaBatch> begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                                                 std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
-                                                 CudaStream stream) = 0;
-
+                                                 std::uint64_t rows_per_page, const std::string& table, CudaStream stream) = 0;
   // The distinct ids of such a batch on the host, ascending; waits until the device has sorted them. Valid as long as the batch.
   virtual HostKeys keys(CudaBatch& batch) = 0;
 
   // out[i] = bytes [offset, offset + bytes) of the record of row ids[i], for a whole table of which every row is in memory: what
   // begin_batch, fetch and expand do, with as little waiting between them as can be. Enqueues; the frames must keep their pages
-  // until the stream has passed. `out` is untouched where an id is bad. Returns the batch, for moved() and pages_used().
+  // until the stream has passed. RowIdError, with `out` untouched, where an id is bad. Returns the batch, for moved() and
+  // pages_used().
   virtual std::unique_ptr<CudaBatch> gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                             const std::string& table, const FrameSource& source, std::uint64_t offset,
                                             std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream) = 0;

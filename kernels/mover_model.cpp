@@ -9,7 +9,6 @@ namespace embermap {
 namespace {
 
 constexpr std::uint64_t kFewBytes = 1 << 20;  // are not worth waking threads for
-constexpr unsigned kMostThreads = 8;
 constexpr MoverWay kSmallKernel{.blocks = 8, .block_threads = 512, .host_threads = 0};
 
 double octaves(std::uint64_t a, std::uint64_t b) {
@@ -32,9 +31,9 @@ bool alike(const MoverCase& a, const MoverCase& b) {
 
 std::vector<MoverWay> mover_ways(unsigned threads) {
   std::vector<MoverWay> ways{{4, 1024, 0}, {8, 512, 0}, {16, 512, 0}};
-  std::vector<unsigned> counts{std::min(threads, kMostThreads)};
+  std::vector<unsigned> counts{std::min(threads, kMostMoverThreads)};
   if (threads > 4) counts.push_back(4);
-  if (threads > kMostThreads) counts.push_back(threads);
+  if (threads > kMostMoverThreads) counts.push_back(threads);
   for (const unsigned count : counts) {
     if (count == 0) continue;
     ways.push_back({0, 0, count});
@@ -61,7 +60,7 @@ MoverRate MoverModel::choose(const MoverCase& of) const {
                                [](const MoverRate& a, const MoverRate& b) { return a.bytes_per_second < b.bytes_per_second; });
   }
   if (of.rows < kFewBytes / std::max<std::uint64_t>(of.row_bytes, 1)) return {.way = kSmallKernel};
-  return {.way = {4, 1024, std::min(of.threads, kMostThreads)}};
+  return {.way = {4, 1024, std::min(of.threads, kMostMoverThreads)}};
 }
 
 bool MoverModel::knows(const MoverCase& of) const {

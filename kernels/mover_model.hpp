@@ -40,8 +40,11 @@ struct MoverMeasurement {
   bool operator==(const MoverMeasurement&) const = default;
 };
 
+// More threads take from each other and from the kernel.
+inline constexpr unsigned kMostMoverThreads = 8;
+
 // The ways that are tried where the host has `threads` threads. Kernels of few blocks leave most of a device to others; more of
-// them are faster where a batch's rows lie close together. More than eight threads take from each other and from the kernel.
+// them are faster where a batch's rows lie close together.
 std::vector<MoverWay> mover_ways(unsigned threads);
 
 // Thread-safe.

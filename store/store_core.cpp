@@ -230,6 +230,12 @@ CudaEngine& StoreCore::engine(int on_device) {
   return *engine_;
 }
 
+ThreadPool& StoreCore::movers() {
+  const std::lock_guard lock(engine_mutex_);
+  if (!movers_) movers_ = std::make_unique<ThreadPool>(std::min(compute.threads(), kMostMoverThreads));
+  return *movers_;
+}
+
 CudaEngine* StoreCore::engine_in_use() noexcept {
   const std::lock_guard lock(engine_mutex_);
   return engine_.get();

@@ -180,6 +180,9 @@ struct StoreCore {
   std::atomic<std::uint64_t> dirty_bytes{0};
   // The kernels of a device. Throws CudaError if the store was opened for none or another.
   CudaEngine& engine(int on_device);
+  // Threads that move rows to and from the device: no more than are faster together. Those of `compute` that had nothing to do
+  // would look out for work on the same cores.
+  ThreadPool& movers();
   CudaEngine* engine_in_use() noexcept;  // null before its first use
   // What the engine measured goes to a file of the store's, for the next session; where that fails, it is measured again then.
   void keep_measurements() noexcept;
@@ -227,6 +230,7 @@ struct StoreCore {
   std::atomic<std::thread::id> reporting_{};  // the thread that is in a progress callback
   std::mutex engine_mutex_;
   std::unique_ptr<CudaEngine> engine_;
+  std::unique_ptr<ThreadPool> movers_;
 };
 
 }  // namespace embermap

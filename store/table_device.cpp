@@ -30,7 +30,7 @@ void TableImpl::measure_movers(CudaEngine& engine, std::uint64_t count, std::uin
   if (count < kWorthMeasuring / bytes) return;
   const auto known = [&] {
     return engine.model().knows(
-        {.rows = count, .row_bytes = bytes, .pool_bytes = frame_source(hot()).slab_bytes, .threads = core_->compute.threads()});
+        {.rows = count, .row_bytes = bytes, .pool_bytes = frame_source(hot()).slab_bytes, .threads = core_->movers().threads()});
   };
   {
     const auto lock = side_by_side();
@@ -41,7 +41,7 @@ void TableImpl::measure_movers(CudaEngine& engine, std::uint64_t count, std::uin
   HotPages& pages = hot();
   if (!pinned_.registered() || known()) return;
   const std::uint64_t rows = std::min(entry_.geometry.rows, pages.frames() * entry_.geometry.rows_per_page);
-  engine.calibrate(frame_source(pages), rows, offset, bytes, /*both_ways=*/true, core_->compute);
+  engine.calibrate(frame_source(pages), rows, offset, bytes, /*both_ways=*/true, core_->movers());
   core_->keep_measurements();
 }
 
@@ -129,7 +129,13 @@ void TableImpl::for_device_whole(DeviceCall& call, const FrameSource& source, Ac
   try {
     device_pass(call, access, stream, [&] { body(source, 0, {}, load); });
   } catch (...) {
-    if (!loaded && access == Access::kWrite) pages.mark_rows(call.engine.keys(*call.batch));  // some rows may have been written
+    if (!loaded && access == Access::kWrite) {
+      try {
+        pages.mark_rows(call.engine.keys(*call.batch));  // some rows may have been written
+      } catch (const Error&) {
+        // an id was bad, and nothing was written; or the device has failed: the first error is the one to report
+      }
+    }
     throw;
   }
 }
@@ -143,8 +149,7 @@ TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* id
   };
   DeviceCall call{engine, side_by_side(), {}, nullptr};
   if (count != 0 && hot().whole()) {
-    call.batch =
-        engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, core_->compute, stream);
+    call.batch = engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
     return call;
   }
   call.batch = make();
@@ -165,7 +170,7 @@ void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t
   for_device_passes(call, Access::kRead, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
                         const std::function<void()>& meanwhile) {
-                      call.engine.fetch(*call.batch, source, first, frames, field.offset, field.bytes, core_->compute, stream,
+                      call.engine.fetch(*call.batch, source, first, frames, field.offset, field.bytes, core_->movers(), stream,
                                         meanwhile);
                     });
   call.engine.expand(*call.batch, out, stream);
@@ -187,7 +192,7 @@ bool TableImpl::gather_whole(int device, const std::int64_t* ids, std::uint64_t 
   if (!whole.all_ready()) return false;
   device_pass(call, Access::kRead, stream, [&] {
     call.batch = engine.gather(ids, count, entry_.geometry.rows, name_, frame_source(pages), field.offset, field.bytes, out,
-                               core_->compute, stream);
+                               core_->movers(), stream);
   });
   whole.count_hits(engine.pages_used(*call.batch));
   note_moved(call);
@@ -207,13 +212,13 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
                         const std::function<void()>& meanwhile) {
                       if (source.whole)
-                        return call.engine.write_back_last(*call.batch, source, field.offset, field.bytes, rows, core_->compute,
+                        return call.engine.write_back_last(*call.batch, source, field.offset, field.bytes, rows, core_->movers(),
                                                            stream, meanwhile);
                       if (!std::exchange(assigned, true)) {
                         call.engine.reserve(*call.batch, field.offset, field.bytes, stream);
                         call.engine.assign(*call.batch, rows, stream);
                       }
-                      call.engine.write_back(*call.batch, source, first, frames, core_->compute, stream, meanwhile);
+                      call.engine.write_back(*call.batch, source, first, frames, core_->movers(), stream, meanwhile);
                     });
   note_moved(call);
   rows_written_ += count;
@@ -257,10 +262,10 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
   for_device_passes(call, one_pass ? Access::kWrite : Access::kRead, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
                         const std::function<void()>& meanwhile) {
-                      engine.fetch(batch, source, first, frames, 0, bytes, core_->compute, stream, meanwhile);
+                      engine.fetch(batch, source, first, frames, 0, bytes, core_->movers(), stream, meanwhile);
                       if (!one_pass) return;
                       change(engine, batch);
-                      engine.write_back(batch, source, first, frames, core_->compute, stream, meanwhile);
+                      engine.write_back(batch, source, first, frames, core_->movers(), stream, meanwhile);
                       done();
                     });
   if (!one_pass) {
@@ -269,7 +274,7 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
     for_device_passes(call, Access::kWrite, stream,
                       [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
                           const std::function<void()>& meanwhile) {
-                        engine.write_back(batch, source, first, frames, core_->compute, stream, meanwhile);
+                        engine.write_back(batch, source, first, frames, core_->movers(), stream, meanwhile);
                       });
     done();
   }

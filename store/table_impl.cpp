@@ -212,7 +212,7 @@ void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> o
   {
     const auto lock = side_by_side();
     check_size(ids.size(), out.size(), field.bytes, "room for rows");
-    if (!ids.empty() && entry_.geometry.rows != 0 && hot().whole()) {
+    if (core_->pin != Pin::kMapping && !ids.empty() && entry_.geometry.rows != 0 && hot().whole()) {
       gather_whole(ids, out.data(), field);
       return;
     }

@@ -72,6 +72,10 @@ class DeviceBatch final : public CudaBatch {
   DeviceBuffer memory;            // `header` and the arrays of `groups`
   GroupHeader* header = nullptr;  // of begin_batch()
   gpu::IdGroups groups;
+  // Of begin_batch() and gather(): what the caller gave, as long as the stream has not passed the sort.
+  const std::int64_t* ids = nullptr;
+  std::uint64_t rows = 0;
+  std::string table;
   StagingPool::Lease ids_on_host;
   StagingPool::Lease pages_on_host;  // of gather(): how many there are
   StagingPool::Lease keys_on_host;   // of a whole table: with the header before them
@@ -104,8 +108,7 @@ class Engine final : public CudaEngine {
   std::unique_ptr<CudaBatch> make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                         std::uint64_t rows_per_page, const std::string& table, CudaStream stream) override;
   std::unique_ptr<CudaBatch> begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                                         std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
-                                         CudaStream stream) override;
+                                         std::uint64_t rows_per_page, const std::string& table, CudaStream stream) override;
   void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
              std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
              const std::function<void()>& meanwhile) override;
@@ -139,7 +142,8 @@ class Engine final : public CudaEngine {
   std::unique_ptr<DeviceBatch> new_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                          std::uint64_t rows_per_page, const char* call, CudaStream stream);
   void send_keys(DeviceBatch& batch, std::uint64_t most);
-  void settle(DeviceBatch& batch);
+  void settle(DeviceBatch& batch);  // throws RowIdError
+  RowIdError bad_id(const DeviceBatch& batch, std::uint64_t position) const;
   void read_pages(DeviceBatch& batch, const GroupHeader& header, const PageEntry* entries, const PageEntry* first,
                   std::uint64_t have);
   struct Stretch;
@@ -147,7 +151,10 @@ class Engine final : public CudaEngine {
   LinkLane* lane_for(DeviceBatch& batch);
   MoverCase case_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const;
   StagingPool::Lease send_ids(const std::int64_t* ids, std::uint64_t count, cudaStream_t stream);
-  void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool);
+  void gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                     const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool);
+  void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool,
+                    const std::function<void()>& meanwhile);
   static void count_moved(DeviceBatch& batch, std::uint64_t by_kernel, std::uint64_t rows);
   // Rows of a registered slab to the working set, or back.
   // `last_of`: not the working set goes back, but the last of each id's rows there; the working set has room for it.
@@ -284,22 +291,18 @@ std::unique_ptr<DeviceBatch> Engine::new_batch(const std::int64_t* ids, std::uin
 }
 
 std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                                               std::uint64_t rows_per_page, const std::string& table, ThreadPool& pool,
-                                               CudaStream stream) {
+                                               std::uint64_t rows_per_page, const std::string& table, CudaStream stream) {
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "begin_batch");
   auto batch = new_batch(ids, count, rows, rows_per_page, "begin_batch", stream);
   batch->whole = true;
   if (count == 0) return batch;
-
-  batch->ids_on_host = send_ids(ids, count, batch->stream);
+  batch->ids = ids;
+  batch->rows = rows;
+  batch->table = table;
   gpu::group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, batch->header, nullptr, pool_,
                  batch->stream);
   send_keys(*batch, count);
-
-  batch->ids_on_host.wait();
-  batch->ids = {reinterpret_cast<const std::int64_t*>(batch->ids_on_host.data()), count};
-  if (const auto bad = first_bad_id(batch->ids, rows, pool)) throw RowIdError(table, batch->ids[*bad], *bad, rows);
   return batch;
 }
 
@@ -314,6 +317,13 @@ void Engine::send_keys(DeviceBatch& batch, std::uint64_t most) {
   batch.host_keys = batch.keys_on_host.data() + begin;
 }
 
+RowIdError Engine::bad_id(const DeviceBatch& batch, std::uint64_t position) const {
+  std::int64_t bad = 0;
+  EMBERMAP_CUDA(cudaMemcpyAsync(&bad, batch.ids + position, sizeof bad, cudaMemcpyDefault, batch.stream));
+  EMBERMAP_CUDA(cudaStreamSynchronize(batch.stream));
+  return {batch.table, bad, position, batch.rows};
+}
+
 // Waits for what send_keys() sent.
 void Engine::settle(DeviceBatch& batch) {
   if (batch.settled) return;
@@ -321,6 +331,7 @@ void Engine::settle(DeviceBatch& batch) {
   if (batch.whole) {
     GroupHeader counts{};
     std::memcpy(&counts, batch.keys_on_host.data(), sizeof counts);
+    if (counts.bad_position != gpu::kNoBadId) throw bad_id(batch, counts.bad_position);
     batch.distinct = counts.distinct;
   }
   batch.settled = true;
@@ -462,10 +473,20 @@ gpu::RowMove Engine::move_of(const Stretch& s, const DeviceBuffer& frames, LinkL
                      .first_page = static_cast<std::uint32_t>(s.first)},
           .working = s.working,
           .rows = s.rows(),
-          .exact = batch.whole && !batch.settled ? &batch.header->distinct : nullptr,
+          .exact = batch.whole && !batch.settled ? &batch.header->movable : nullptr,
           .claimed = lane != nullptr ? lane->claimed() : batch.memory.at<unsigned long long>(batch.claimed_at),
           .meeting = lane != nullptr ? lane->meeting() : nullptr};
 }
+
+namespace {
+
+gpu::RowMoveShape shape_of(const MoverWay& way) {
+  gpu::RowMoveShape shape;
+  if (way.blocks != 0) shape = {.blocks = way.blocks, .threads = way.block_threads};
+  return shape;
+}
+
+}  // namespace
 
 // A lane for the batch, set up for a new transfer; null if there is none.
 LinkLane* Engine::lane_for(DeviceBatch& batch) {
@@ -502,8 +523,7 @@ void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, Threa
   }
   if (lane != nullptr) lane->follow(batch.stream);
   if (!alone) {
-    gpu::RowMoveShape shape;
-    if (way.blocks != 0) shape = {.blocks = way.blocks, .threads = way.block_threads};
+    const gpu::RowMoveShape shape = shape_of(way);
     gpu::RowMove move = move_of(stretch, frames, lane);
     if (last_of != nullptr) {
       move.last_of = last_of;
@@ -516,8 +536,8 @@ void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, Threa
       gpu::move_to_frames(move, shape, batch.stream);
     if (lane != nullptr) lane->has_kernel_on(batch.stream);
   }
-  if (meanwhile) meanwhile();
   if (lane == nullptr) {
+    if (meanwhile) meanwhile();
     if (batch.whole && !batch.settled) {
       batch.uncounted = true;  // how many rows there are is known when the stream has been waited for
       return;
@@ -525,7 +545,7 @@ void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, Threa
     count_moved(batch, stretch.rows(), stretch.rows());
     return;
   }
-  if (fetch) return finish_fetch(stretch, way, *lane, pool);
+  if (fetch) return finish_fetch(stretch, way, *lane, pool, meanwhile);
   settle(batch);
   const std::uint64_t rows = stretch.rows();
   std::uint64_t least = 0;
@@ -538,17 +558,18 @@ void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, Threa
                      rows - least, batch.bytes, last_of, lane->stream());
   }
   const std::uint64_t low = gpu::store_by_threads(*lane, stretch.host_places(), rows, batch.bytes, stretch.working, least, alone,
-                                                  pool, way.host_threads);
+                                                  pool, way.host_threads, meanwhile);
   count_moved(batch, low, rows);
 }
 
 // The threads' part, beside the kernel's if there is one.
-void Engine::finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool) {
+void Engine::finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool,
+                          const std::function<void()>& meanwhile) {
   DeviceBatch& batch = stretch.batch;
   settle(batch);
   const std::uint64_t rows = stretch.rows();
   const std::uint64_t low = gpu::fetch_by_threads(lane, stretch.host_places(), rows, batch.bytes, stretch.working,
-                                                  way.blocks == 0, pool, way.host_threads);
+                                                  way.blocks == 0, pool, way.host_threads, meanwhile);
   lane.lead(batch.stream);
   count_moved(batch, low, rows);
 }
@@ -623,71 +644,82 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   check_memory(ids, "ids of a batch");
   check_memory(out, "output of gather");
   check_source(mine, source, 0, 0, offset, bytes, "gather");
-  mine.ids_on_host = send_ids(ids, count, mine.stream);
+  mine.offset = offset;
   mine.bytes = bytes;
-  std::uint64_t tail = 0;
-  LinkLane* early = nullptr;
-  if (!direct && reaches && choice.way.host_threads != 0 && count < kMostEarlyBytes / bytes &&
-      recent_distinct_.load(std::memory_order_relaxed) >= kFewRepeat) {
-    tail = static_cast<std::uint64_t>(static_cast<double>(count) * std::min(choice.thread_share, 0.75) / 2);
-    early = tail != 0 ? lane_for(mine) : nullptr;
-    if (early == nullptr) tail = 0;
-  }
-  const std::uint64_t head = count - tail;
-  if (!direct) {
-    mine.count = head;
-    if (early != nullptr) {
-      need_rows(mine, offset, bytes, "gather");
-      early->follow(mine.stream);
-    }
-    gpu::group_ids(ids, static_cast<std::uint32_t>(head), rows, source.rows_per_page, mine.groups, mine.header, nullptr, pool_,
-                   mine.stream);
-    send_keys(mine, head);
-    need_rows(mine, offset, bytes, "gather");  // waits for the keys where rows are so many that it has to know how many
-    count_pages(mine, ids, count, rows, source.rows_per_page);
-  }
-  mine.ids_on_host.wait();
-  mine.ids = {reinterpret_cast<const std::int64_t*>(mine.ids_on_host.data()), count};
-  if (const auto bad = first_bad_id(mine.ids, rows, pool)) throw RowIdError(table, mine.ids[*bad], *bad, rows);
-
   if (direct) {
-    // Few ids: sorting them would take longer than fetching some of them twice.
-    mine.offset = offset;
-    mine.memory = DeviceBuffer(pool_, sizeof(unsigned long long), mine.stream);
-    const Stretch stretch(mine, source, 0, {});
-    gpu::RowMove move = move_of(stretch, {}, nullptr);
-    move.places.keys = ids;
-    move.places.wide_keys = true;
-    move.working = out;
-    move.rows = count;
-    move.exact = nullptr;
-    gpu::move_from_frames(move, {}, mine.stream);
-    mine.moved = {.batches = 1, .kernel_rows = count, .bytes = count * bytes};
-    count_pages(mine, ids, count, rows, source.rows_per_page);
+    gather_direct(mine, ids, count, rows, table, source, out, pool);
     return batch;
   }
+  mine.ids = ids;
+  mine.rows = rows;
+  mine.table = table;
+  LinkLane* const lane = reaches && choice.way.host_threads != 0 ? lane_for(mine) : nullptr;
+  std::uint64_t tail = 0;
+  if (lane != nullptr && count < kMostEarlyBytes / bytes && recent_distinct_.load(std::memory_order_relaxed) >= kFewRepeat)
+    tail = static_cast<std::uint64_t>(static_cast<double>(count) * std::min(choice.thread_share, 0.75) / 2);
+  const std::uint64_t head = count - tail;
+  mine.count = head;
+  if (tail != 0) mine.ids_on_host = send_ids(ids, count, mine.stream);
+  const bool follows = lane != nullptr && head <= kMostUnsettled / bytes;
+  if (follows) {  // threads begin before the ids are sorted
+    need_rows(mine, offset, bytes, "gather");
+    lane->follow(mine.stream);
+  }
+  gpu::group_ids(ids, static_cast<std::uint32_t>(head), rows, source.rows_per_page, mine.groups, mine.header, nullptr, pool_,
+                 mine.stream);
+  send_keys(mine, lane != nullptr || !reaches ? head : 0);
+  need_rows(mine, offset, bytes, "gather");  // waits for the keys where rows are so many that it has to know how many
+  if (lane != nullptr && !follows) lane->follow(mine.stream);
   const Stretch stretch(mine, source, 0, {});
   if (!reaches) {
     fetch_through_host(stretch, pool);
-  } else if (early == nullptr) {
-    move(stretch, true, choice.way, pool, {}, nullptr);
+    count_pages(mine, ids, count, rows, source.rows_per_page);
   } else {
     ++mine.moved.batches;
-    if (choice.way.blocks != 0) {
-      gpu::move_from_frames(move_of(stretch, {}, early), {.blocks = choice.way.blocks, .threads = choice.way.block_threads},
-                            mine.stream);
-      early->has_kernel_on(mine.stream);
+    if (lane == nullptr || choice.way.blocks != 0) {
+      // Bad ids count as none: see GroupHeader.
+      gpu::move_from_frames(move_of(stretch, {}, lane), shape_of(choice.way), mine.stream);
+      if (lane != nullptr) lane->has_kernel_on(mine.stream);
     }
-    const HostPlaces as_they_are(source, mine.ids.data() + head, true, offset);
-    (void)gpu::fetch_by_threads(*early, as_they_are, tail, bytes, out + head * bytes, true, pool, choice.way.host_threads);
-    finish_fetch(stretch, choice.way, *early, pool);
-    mine.moved.thread_rows += tail;
-    mine.moved.bytes += tail * bytes;
+    count_pages(mine, ids, count, rows, source.rows_per_page);
+    if (tail != 0) {
+      mine.ids_on_host.wait();
+      const std::span on_host(reinterpret_cast<const std::int64_t*>(mine.ids_on_host.data()), count);
+      if (const auto bad = first_bad_id(on_host, rows, pool)) throw RowIdError(table, on_host[*bad], *bad, rows);
+      const HostPlaces as_they_are(source, on_host.data() + head, true, offset);
+      (void)gpu::fetch_by_threads(*lane, as_they_are, tail, bytes, out + head * bytes, true, pool, choice.way.host_threads);
+      mine.moved.thread_rows += tail;
+      mine.moved.bytes += tail * bytes;
+    }
+    if (lane != nullptr) {
+      finish_fetch(stretch, choice.way, *lane, pool, {});
+    } else {
+      settle(mine);
+      count_moved(mine, mine.distinct, mine.distinct);
+    }
   }
   gpu::expand_rows(mine.working.data(), mine.groups.inverse, head, bytes, out, mine.stream);
-  if (mine.settled)
-    recent_distinct_.store(static_cast<float>(mine.distinct) / static_cast<float>(head), std::memory_order_relaxed);
+  recent_distinct_.store(static_cast<float>(mine.distinct) / static_cast<float>(head), std::memory_order_relaxed);
   return batch;
+}
+
+// Few ids: sorting them would take longer than fetching some of them twice.
+void Engine::gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
+                           const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool) {
+  batch.ids_on_host = send_ids(ids, count, batch.stream);
+  batch.memory = DeviceBuffer(pool_, sizeof(unsigned long long), batch.stream);
+  batch.ids_on_host.wait();
+  const std::span on_host(reinterpret_cast<const std::int64_t*>(batch.ids_on_host.data()), count);
+  if (const auto bad = first_bad_id(on_host, rows, pool)) throw RowIdError(table, on_host[*bad], *bad, rows);
+  gpu::RowMove move = move_of(Stretch(batch, source, 0, {}), {}, nullptr);
+  move.places.keys = ids;
+  move.places.wide_keys = true;
+  move.working = out;
+  move.rows = count;
+  move.exact = nullptr;
+  gpu::move_from_frames(move, {}, batch.stream);
+  batch.moved = {.batches = 1, .kernel_rows = count, .bytes = count * batch.bytes};
+  count_pages(batch, ids, count, rows, source.rows_per_page);
 }
 
 void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
@@ -780,7 +812,7 @@ void Engine::calibrate(const FrameSource& source, std::uint64_t rows, std::uint6
       EMBERMAP_CUDA(cudaMemcpyAsync(on_device.data(), ids.data(), ids.size() * sizeof(std::int64_t), cudaMemcpyHostToDevice,
                                     native(stream)));
       batches.push_back(
-          begin_batch(on_device.at<std::int64_t>(0), ids.size(), rows, source.rows_per_page, "calibration", pool, stream));
+          begin_batch(on_device.at<std::int64_t>(0), ids.size(), rows, source.rows_per_page, "calibration", stream));
       auto& mine = static_cast<DeviceBatch&>(*batches.back());
       check_source(mine, whole, 0, 0, offset, bytes, "calibrate");
       settle(mine);

@@ -27,7 +27,7 @@ struct GroupHeader {
   std::uint64_t bad_position;  // first position of an id outside [0, rows), or kNoBadId; everything else is then meaningless
   std::uint64_t distinct;
   std::uint64_t pages;
-  std::uint64_t unused;
+  std::uint64_t movable;  // `distinct`, but 0 if an id is bad
 };
 struct PageEntry {
   std::uint64_t page;

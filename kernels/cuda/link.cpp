@@ -155,11 +155,13 @@ class Failure {
 };
 
 template <class Body>
-void on_threads(ThreadPool& pool, std::uint64_t threads, int device, Failure& failure, const Body& body) {
+void on_threads(ThreadPool& pool, std::uint64_t threads, int device, Failure& failure, const std::function<void()>& meanwhile,
+                const Body& body) {
   pool.parallel_for(std::min<std::uint64_t>(pool.threads(), threads), 1, [&](std::uint64_t begin, std::uint64_t end) {
     for (std::uint64_t i = begin; i < end; ++i) {
       try {
         const ScopedDevice current(device);
+        if (i == 0 && meanwhile) meanwhile();
         body();
       } catch (...) {
         failure.keep();
@@ -301,11 +303,12 @@ void HostPlaces::addresses(std::uint64_t begin, std::uint64_t end, std::byte** o
 }
 
 std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               std::byte* working, bool alone, ThreadPool& pool, unsigned threads) {
+                               std::byte* working, bool alone, ThreadPool& pool, unsigned threads,
+                               const std::function<void()>& meanwhile) {
   Transfer transfer(lane, rows, row_bytes, alone);
   const Cut& cut = transfer.cut;
   Failure failure;
-  on_threads(pool, std::min<std::uint64_t>(threads, cut.pieces()), current_device(), failure, [&] {
+  on_threads(pool, std::min<std::uint64_t>(threads, cut.pieces()), current_device(), failure, meanwhile, [&] {
     std::array<std::byte*, kMostPieceRows> addresses;
     while (!failure.any()) {
       const std::uint64_t piece = transfer.next_piece();
@@ -340,7 +343,8 @@ std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::ui
 }
 
 std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               const std::byte* working, std::uint64_t least, bool alone, ThreadPool& pool, unsigned threads) {
+                               const std::byte* working, std::uint64_t least, bool alone, ThreadPool& pool, unsigned threads,
+                               const std::function<void()>& meanwhile) {
   Transfer transfer(lane, rows, row_bytes, alone, least);
   const Cut& cut = transfer.cut;
   const std::uint64_t ahead = std::min<std::uint64_t>(lane.shape().ahead, transfer.ring() - 1);
@@ -351,7 +355,7 @@ std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::ui
                                   (cut.chunk_end(chunk) - first) * row_bytes, cudaMemcpyDeviceToHost, lane.stream()));
     EMBERMAP_CUDA(cudaEventRecord(transfer.event(chunk), lane.stream()));
   };
-  on_threads(pool, std::min<std::uint64_t>(threads, cut.pieces()), current_device(), failure, [&] {
+  on_threads(pool, std::min<std::uint64_t>(threads, cut.pieces()), current_device(), failure, meanwhile, [&] {
     std::array<std::byte*, kMostPieceRows> addresses;
     while (!failure.any()) {
       const std::uint64_t piece = transfer.next_piece();

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -137,11 +138,14 @@ class HostPlaces {
 // Moves rows [result, rows) and returns when they are copied (store), or copied and given to the lane's stream (fetch); from the
 // last row downwards, until the kernel at the lane's meeting point has the rest. `alone`: there is no kernel, and all rows are
 // moved. `working` is device memory that the lane's stream may use by then. Rows must fit a chunk. The meeting point must be set
-// to `rows`. The calling thread and up to `threads` - 1 of `pool` take part.
+// to `rows`. The calling thread and up to `threads` - 1 of `pool` take part; one of them calls
+// `meanwhile` first.
 std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               std::byte* working, bool alone, ThreadPool& pool, unsigned threads);
+                               std::byte* working, bool alone, ThreadPool& pool, unsigned threads,
+                               const std::function<void()>& meanwhile = {});
 // Rows below `least` are left to the kernel.
 std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
-                               const std::byte* working, std::uint64_t least, bool alone, ThreadPool& pool, unsigned threads);
+                               const std::byte* working, std::uint64_t least, bool alone, ThreadPool& pool, unsigned threads,
+                               const std::function<void()>& meanwhile = {});
 
 }  // namespace embermap::gpu

@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(256)
     if (j == count - 1) {
       groups.starts[group + 1U] = static_cast<std::uint32_t>(count);
       header->distinct = std::uint64_t{group} + 1U;
+      header->movable = header->bad_position == kNoBadId ? std::uint64_t{group} + 1U : 0;
       header->pages = std::uint64_t{page_index} + 1U;
     }
   }
