@@ -195,6 +195,7 @@ inline void write_back_all(CudaEngine& engine, CudaBatch& batch, const SlabTable
 // Where two arrays of bytes differ first; -1 if they do not. Fails readably where EXPECT_EQ on megabytes would not.
 inline std::int64_t first_difference(std::span<const std::byte> a, std::span<const std::byte> b) {
   if (a.size() != b.size()) return static_cast<std::int64_t>(std::min(a.size(), b.size()));
+  if (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0) return -1;
   const auto [at, other] = std::mismatch(a.begin(), a.end(), b.begin());
   return at == a.end() ? -1 : at - a.begin();
 }
