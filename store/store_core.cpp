@@ -252,10 +252,12 @@ void StoreCore::keep_measurements() noexcept {
 }
 
 void StoreCore::forget_measurements() {
+  check_usable();
+  if (device < 0) return;
+  CudaEngine& of_device = engine(device);  // has read what the file says, also where nobody has used it yet
   const std::lock_guard lock(engine_mutex_);
-  if (!engine_) return;
-  engine_->model().clear();
-  if (writable) write_movers(path, engine_->device_name(), {}, ops);
+  of_device.model().clear();
+  if (writable) write_movers(path, of_device.device_name(), {}, ops);
 }
 
 }  // namespace embermap
