@@ -196,7 +196,7 @@ class CudaMove : public GpuTest {
     const std::uint64_t distinct = distinct_of(ids).size();
     std::vector<std::byte> content = table.content();
     const auto begin = [&] {
-      return engine->begin_batch(device.data(), ids.size(), shape.rows, shape.rows_per_page, "t", threads, stream);
+      return engine->begin_batch(device.data(), ids.size(), shape.rows, shape.rows_per_page, "t", stream);
     };
 
     const std::vector<std::byte> rows = random_bytes(random, ids.size() * slice.bytes);
@@ -385,7 +385,7 @@ TEST_F(CudaMove, TransfersFollowOneAnotherWithoutWaiting) {
     each_way(pool, [&] {
       for (int round = 0; round < 2; ++round) {
         const std::vector<std::byte> before = whole.content();
-        const auto batch = engine->begin_batch(device.data(), rows, rows, 4, "t", pool, stream);
+        const auto batch = engine->begin_batch(device.data(), rows, rows, 4, "t", stream);
         engine->fetch(*batch, whole.source(true), 0, {}, 0, bytes, pool, stream);
         engine->write_back(*batch, whole.source(true), 0, {}, pool, stream);  // as they were
         engine->fetch(*batch, whole.source(true), 0, {}, 0, bytes, pool, stream);
@@ -433,7 +433,7 @@ TEST_F(CudaMove, BatchesEndBeforeTheirStreamsHavePassed) {
       for (int round = 0; round < 10; ++round) {
         for (std::size_t i = 0; i < kStreams; ++i) {
           const CudaStream mine{streams[i]};
-          const auto batch = engine->begin_batch(device[i]->data(), kRows, kRows, 4, "t", pool, mine);
+          const auto batch = engine->begin_batch(device[i]->data(), kRows, kRows, 4, "t", mine);
           engine->fetch(*batch, tables[i].source(true), 0, {}, 0, kBytes, pool, mine);
           engine->expand(*batch, out[i]->data(), mine);
         }
@@ -530,7 +530,7 @@ TEST_F(CudaMove, MoreRowsThan32BitsCountAndOthersAreNeverTouched) {
         for (std::uint64_t i = 0; i < count; ++i)
           std::memcpy(expected.data() + i * SparseTable::kStride, rows.data() + last[ids[i]] * SparseTable::kStride,
                       SparseTable::kStride);
-        const auto writing = engine->begin_batch(device.data(), count, kRows, SparseTable::kRowsPerPage, "t", pool, stream);
+        const auto writing = engine->begin_batch(device.data(), count, kRows, SparseTable::kRowsPerPage, "t", stream);
         engine->write_back_last(*writing, table.source(registered), 0, SparseTable::kStride, in.data(), pool, stream, {});
         const HostKeys keys = engine->keys(*writing);
         ASSERT_TRUE(keys.wide);
@@ -687,7 +687,17 @@ TEST_F(CudaMove, BadIdsAreNamedByTheFirstPositionAndNothingIsTouched) {
           refused([&] {
             (void)engine->gather(device.data(), count, kRows, "items", table.source(true), 0, 64, out.data(), pool, stream);
           });
-          refused([&] { (void)engine->begin_batch(device.data(), count, kRows, 8, "items", pool, stream); });
+          refused([&] { (void)engine->keys(*engine->begin_batch(device.data(), count, kRows, 8, "items", stream)); });
+          refused([&] {
+            const auto batch = engine->begin_batch(device.data(), count, kRows, 8, "items", stream);
+            engine->write_back_last(*batch, table.source(true), 0, 64, out.data(), pool, stream,
+                                    [&] { (void)engine->keys(*batch); });
+          });
+          refused([&] {
+            const auto batch = engine->begin_batch(device.data(), count, kRows, 8, "items", stream);
+            engine->fetch(*batch, table.source(true), 0, {}, 0, 64, pool, stream);
+            (void)engine->moved(*batch);
+          });
           engine->wait(stream);
           ASSERT_EQ(first_difference(out.host(0, count * 64), untouched), -1) << count << " ids, bad at " << position;
         }
@@ -709,11 +719,11 @@ TEST_F(CudaMove, CapturingStreamsAreRefusedByEveryCall) {
   const DeviceArray<std::byte> rows(ids.size() * 64);
   const FrameSource source = table.source(true);
   each_way(pool, [&] {
-    const auto batch = engine->begin_batch(device.data(), ids.size(), 10'000, 8, "t", pool, stream);
+    const auto batch = engine->begin_batch(device.data(), ids.size(), 10'000, 8, "t", stream);
     engine->fetch(*batch, source, 0, {}, 0, 64, pool, stream);
     engine->wait(stream);
     ASSERT_CUDA(cudaStreamBeginCapture(native, cudaStreamCaptureModeThreadLocal));
-    EXPECT_THROW((void)engine->begin_batch(device.data(), ids.size(), 10'000, 8, "t", pool, stream), CudaError);
+    EXPECT_THROW((void)engine->begin_batch(device.data(), ids.size(), 10'000, 8, "t", stream), CudaError);
     EXPECT_THROW((void)engine->gather(device.data(), ids.size(), 10'000, "t", source, 0, 64, rows.data(), pool, stream),
                  CudaError);
     EXPECT_THROW((void)engine->gather(device.data(), 5, 10'000, "t", source, 0, 64, rows.data(), pool, stream), CudaError);
@@ -741,7 +751,7 @@ TEST_F(CudaMove, WrongArgumentsAreNamedAndChangeNothing) {
   const DeviceArray<std::int64_t> device(ids);
   const DeviceArray<std::byte> rows(ids.size() * 64);
   const FrameSource source = table.source(true);
-  const auto whole = engine->begin_batch(device.data(), ids.size(), 10'000, 8, "t", pool, stream);
+  const auto whole = engine->begin_batch(device.data(), ids.size(), 10'000, 8, "t", stream);
   const auto some = engine->make_batch(device.data(), ids.size(), 10'000, 8, "t", stream);
   const std::vector<std::uint32_t> frames = pages.frames(*some);
   EXPECT_THROW(engine->fetch(*whole, pages.source(false), 0, {}, 0, 64, pool, stream), InvalidArgument);
@@ -809,14 +819,14 @@ TEST_F(CudaMove, ManyThreadsOnStreamsOfTheirOwn) {
           const DeviceArray<std::byte> before(count * kBytes);
           const DeviceArray<std::byte> between(count * kBytes);
           {
-            const auto batch = engine->begin_batch(device.data(), count, kRows, 8, "t", pool, own);
+            const auto batch = engine->begin_batch(device.data(), count, kRows, 8, "t", own);
             engine->fetch(*batch, source, 0, {}, 0, kBytes, pool, own);
             engine->expand(*batch, before.data(), own);
             engine->assign(*batch, in.data(), own);
             engine->write_back(*batch, source, 0, {}, pool, own);
           }
           (void)engine->gather(device.data(), count, kRows, "t", source, 0, kBytes, between.data(), pool, own);
-          const auto last = engine->begin_batch(device.data(), count, kRows, 8, "t", pool, own);
+          const auto last = engine->begin_batch(device.data(), count, kRows, 8, "t", own);
           engine->write_back_last(*last, source, 0, kBytes, in_other.data(), pool, own, {});
           engine->wait(own);
           wrong += first_difference(before.host(), rows_of(table, content, ids, 0, kBytes)) != -1;
@@ -851,7 +861,7 @@ TEST_F(CudaMove, EngineMayEndBeforeItsBatchesAndTheirKernels) {
       engine = CudaEngine::create(0);
       force(way, pool.threads());
       must(cudaMemsetAsync(out.data(), 0, ids.size() * 1024, native), "cudaMemsetAsync");
-      auto fetched = engine->begin_batch(device.data(), ids.size(), 30'000, 8, "t", pool, stream);
+      auto fetched = engine->begin_batch(device.data(), ids.size(), 30'000, 8, "t", stream);
       engine->fetch(*fetched, table.source(true), 0, {}, 0, 1024, pool, stream);
       engine->write_back(*fetched, table.source(true), 0, {}, pool, stream);
       auto gathered =
@@ -890,7 +900,7 @@ TEST_F(CudaMove, UnregisteredMemoryGoesThroughTheHost) {
         ASSERT_EQ(first_difference(out.host(), rows_of(table, content, ids, 4, 256)), -1);
         expect_pageable(*gathered, distinct);
       }
-      const auto batch = engine->begin_batch(device.data(), count, 50'000, 7, "t", pool, stream);
+      const auto batch = engine->begin_batch(device.data(), count, 50'000, 7, "t", stream);
       int calls = 0;
       engine->fetch(*batch, source, 0, {}, 4, 256, pool, stream, [&] { ++calls; });
       engine->expand(*batch, out.data(), stream);
@@ -902,7 +912,7 @@ TEST_F(CudaMove, UnregisteredMemoryGoesThroughTheHost) {
       put_rows(table, content, ids, 4, 256, rows);
       ASSERT_EQ(first_difference({table.slab(), table.bytes()}, content), -1);
       expect_pageable(*batch, 2 * distinct);
-      const auto last = engine->begin_batch(device.data(), count, 50'000, 7, "t", pool, stream);
+      const auto last = engine->begin_batch(device.data(), count, 50'000, 7, "t", stream);
       const std::vector<std::byte> other = random_bytes(random, count * 256);
       const DeviceArray<std::byte> from(other);
       engine->write_back_last(*last, source, 4, 256, from.data(), pool, stream, {});
