@@ -297,6 +297,10 @@ void File::sync() const {
   if (retry_interrupted([&] { return ops_->fdatasync(fd_); }) != 0) throw IoError(errno, "fdatasync", path_);
 }
 
+void File::sync_all() const {
+  if (retry_interrupted([&] { return ops_->fsync(fd_); }) != 0 && errno != EINVAL) throw IoError(errno, "fsync", path_);
+}
+
 void File::close() {
   if (fd_ < 0) return;
   // After EINTR Linux has closed the descriptor all the same; a second try could hit another thread's file.

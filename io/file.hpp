@@ -83,7 +83,10 @@ class File {
   // Reserves disk for the first `bytes` bytes, so that a disk too small shows before the work is done: IoError with ENOSPC (or
   // EDQUOT, EFBIG). Where the file system cannot reserve, nothing happens. The size stays.
   void reserve(std::uint64_t bytes) const;
-  void sync() const;  // fdatasync
+  void sync() const;  // fdatasync: data and size
+  // fsync: its times as well, so that they are not older after a loss of power. Where a file system has no such sync (EINVAL)
+  // there is nothing to do.
+  void sync_all() const;
   void close();       // throws IoError where the system reports a late failure; the descriptor is gone either way
 
   FileOps& ops() const noexcept { return *ops_; }

@@ -6,11 +6,26 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <ctime>
 
 #include "base/error.hpp"
 #include "store/manifest.hpp"
 
 namespace embermap {
+namespace {
+
+constexpr std::int64_t kSecond = 1'000'000'000;
+
+std::string time_text(std::int64_t ns) {
+  const std::int64_t rest = (ns % kSecond + kSecond) % kSecond;
+  const std::time_t seconds = (ns - rest) / kSecond;
+  std::tm parts{};
+  ::gmtime_r(&seconds, &parts);
+  return fmt::format("{:04}-{:02}-{:02}T{:02}:{:02}:{:02}.{:09}Z", parts.tm_year + 1900, parts.tm_mon + 1, parts.tm_mday,
+                     parts.tm_hour, parts.tm_min, parts.tm_sec, rest);
+}
+
+}  // namespace
 
 StoreHome home_of(const std::filesystem::path& store) {
   struct statx status {};
@@ -37,6 +52,25 @@ void refuse_link(const std::filesystem::path& file) {
   if (::lstat(file.c_str(), &status) == 0 && S_ISLNK(status.st_mode))
     throw FormatError(
         file, "is a symbolic link, and a store's own files may not be; to have a store on another disk, link its directory");
+}
+
+FileStamp stamp_of(const File& file) {
+  const struct stat status = file.status();
+  return {.bytes = static_cast<std::uint64_t>(status.st_size),
+          .modified_ns = status.st_mtim.tv_sec * kSecond + status.st_mtim.tv_nsec,
+          .inode = status.st_ino};
+}
+
+std::string what_changed(const FileStamp& then, const FileStamp& now) {
+  std::string changed;
+  const auto add = [&](const std::string& what) { changed += (changed.empty() ? "" : ", ") + what; };
+  const bool archived = now.inode != then.inode && now.modified_ns % kSecond == 0 && then.modified_ns > now.modified_ns &&
+                        then.modified_ns - now.modified_ns < kSecond;
+  if (now.modified_ns != then.modified_ns && !archived)
+    add(fmt::format("modified {} -> {}", time_text(then.modified_ns), time_text(now.modified_ns)));
+  if (now.bytes != then.bytes) add(fmt::format("{} -> {} bytes", then.bytes, now.bytes));
+  if (!changed.empty() && now.inode != then.inode) add(fmt::format("inode {} -> {}", then.inode, now.inode));
+  return changed;
 }
 
 }  // namespace embermap

@@ -220,6 +220,7 @@ void PageFile::write(std::span<PageBuffer> pages) {
     return;
   }
   ahead_.store(true);
+  note_writing();
   if (swap_) {
     write_swapped(pages);
     return;
@@ -236,8 +237,42 @@ void PageFile::write_as_stored(std::span<PageBuffer> pages) {
   if (pages.empty()) return;
   before_write_();
   ahead_.store(true);
+  note_writing();
+  if (log_ != nullptr && ledger_.stamp()) {
+    // Past the log, which would tell after a crash that pages were on their way.
+    ledger_.set_stamp(std::nullopt);
+    sync_once([&] { ledger_.sync(); });
+  }
   sort_by_page(pages);
   write_stored(pages, pieces_of(pages), to_ledger());
+}
+
+void PageFile::note_writing() {
+  if (!ledger_.adopted()) return;
+  const std::lock_guard lock(stamp_mutex_);
+  if (writing_) return;
+  const auto stamp = ledger_.stamp();
+  if (stamp && !what_changed(*stamp, stamp_of(data_)).empty()) stays_ = stamp;
+  writing_ = true;
+}
+
+bool PageFile::writing() const {
+  const std::lock_guard lock(stamp_mutex_);
+  return writing_;
+}
+
+void PageFile::record_stamp() {
+  const std::lock_guard lock(stamp_mutex_);
+  if (!writing_) return;
+  ledger_.set_stamp(stays_ ? *stays_ : stamp_of(data_));
+  writing_ = false;
+}
+
+void PageFile::accept_changes() {
+  if (!ledger_.adopted()) return;
+  const std::lock_guard lock(stamp_mutex_);
+  stays_.reset();
+  writing_ = true;
 }
 
 void PageFile::write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded) {
@@ -367,6 +402,7 @@ void PageFile::apply(std::span<const LogTarget::Page> pages) {
                             if (page_checksum({pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)}) != pages[i].checksum)
                               throw damaged(pages[i].page, "does not match its checksum in the redo log");
                         });
+  note_writing();
   io().write(pieces, [&](std::size_t i) { ledger_.record(pages[i].page, pages[i].checksum); });
 }
 
@@ -451,8 +487,11 @@ void PageFile::sync_once(const Sync& sync) {
 }
 
 void PageFile::sync() {
-  sync_once([&] { data_.sync(); });
-  ledger_.write_out();  // a full disk may be tried again
+  // The time of the last write has to be there after a loss of power, where it is recorded.
+  sync_once([&] { writing() ? data_.sync_all() : data_.sync(); });
+  // A full disk may be tried again from here on.
+  record_stamp();
+  ledger_.write_out();
   sync_once([&] { ledger_.sync(); });
   ahead_.store(false);
 }

@@ -34,6 +34,28 @@ std::uint64_t header_checksum(const Header& header) {
   return checksum64(std::as_bytes(std::span(&header, 1)).first(offsetof(Header, checksum)));
 }
 
+// Of an adopted file, behind the header, in the same sector.
+constexpr std::uint64_t kStampOffset = sizeof(Header);
+struct StoredStamp {
+  std::uint64_t bytes;
+  std::int64_t modified_ns;
+  std::uint64_t inode, checksum;
+};
+static_assert(sizeof(StoredStamp) == 32 && std::is_trivially_copyable_v<StoredStamp>);
+
+std::uint64_t stamp_checksum(const StoredStamp& stamp) {
+  return checksum64(std::as_bytes(std::span(&stamp, 1)).first(offsetof(StoredStamp, checksum)));
+}
+
+void write_stamp(const File& file, const std::optional<FileStamp>& stamp) {
+  StoredStamp stored{};
+  if (stamp) {
+    stored = {stamp->bytes, stamp->modified_ns, stamp->inode, 0};
+    stored.checksum = stamp_checksum(stored);
+  }
+  file.write(kStampOffset, std::as_bytes(std::span(&stored, 1)));
+}
+
 Header make_header(std::uint32_t flags, std::uint64_t pages, std::uint64_t sums_offset) {
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
@@ -98,6 +120,7 @@ PageLedger::PageLedger(PageLedger&& other) noexcept
       flags_{other.flags_},
       content_{other.content_},
       sums_offset_{other.sums_offset_},
+      stamp_{other.stamp_},
       bad_bits_{std::move(other.bad_bits_)},
       bad_sums_{std::move(other.bad_sums_)},
       bits_{std::move(other.bits_)},
@@ -146,6 +169,7 @@ PageLedger PageLedger::open(File file) {
   try {
     PageLedger ledger(std::move(file), header.pages, header.flags, header.version, header.sums_offset);
     ledger.load_bits();
+    ledger.load_stamp();
     if (header.version != kVersion && is_writable(ledger.file_)) ledger.rewrite(header.pages);
     return ledger;
   } catch (const std::bad_alloc&) {
@@ -242,6 +266,28 @@ void PageLedger::load_bits() {
   if (pages_ % 8 != 0) bits_[pages_ / 8] = static_cast<std::uint8_t>(bits_[pages_ / 8] & ((1U << (pages_ % 8)) - 1));
   const std::uint64_t used = ceil_div(pages_, 8);
   std::memset(bits_.get() + used, 0, std::min(end * content_, bits_size()) - used);
+}
+
+void PageLedger::load_stamp() {
+  StoredStamp stored{};
+  file_.read(kStampOffset, std::as_writable_bytes(std::span(&stored, 1)));
+  if (adopted() && stored.checksum == stamp_checksum(stored)) stamp_ = {stored.bytes, stored.modified_ns, stored.inode};
+}
+
+std::optional<FileStamp> PageLedger::stamp() const {
+  const std::lock_guard lock(mutex_);
+  return stamp_;
+}
+
+void PageLedger::set_stamp(const std::optional<FileStamp>& stamp) {
+  const std::lock_guard lock(mutex_);
+  write_stamp(file_, stamp);
+  stamp_ = stamp;
+}
+
+void PageLedger::forget_stamp() {
+  const std::lock_guard lock(mutex_);
+  stamp_.reset();
 }
 
 void PageLedger::load_sums(std::uint64_t first, std::span<std::uint32_t> out) const {
@@ -574,6 +620,7 @@ void PageLedger::rewrite(std::uint64_t pages) {
     }
   }
   file.write(0, std::as_bytes(std::span(&header, 1)));
+  write_stamp(file, stamp_);
   file_ = temporary.commit();
   pages_ = pages;
   content_ = kContent;

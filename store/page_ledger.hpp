@@ -4,9 +4,10 @@
 //  sparse
 //
 // header: "EMBPAGES", u32 version (2), u32 flags (bit 0: pages without a bit count as written too: an adopted file), u64 pages,
-//         u64 offset of the checksums, u64 XXH3-64 of the 32 bytes before it. Bits and checksums lie in sectors of 512 bytes: 508
-//         of content and the content's own checksum (sector_checksum). A crash leaves whole sectors, old or new; one that does
-//         not match is damage. Bit p is bit p % 8 of byte p / 8 of the bits' content. A checksum is the low half of XXH3-64 over
+//         u64 offset of the checksums, u64 XXH3-64 of the 32 bytes before it; for an adopted file what it was like when the
+//         checksums were written: u64 bytes, i64 nanoseconds since 1970 when it was modified, u64 inode, u64 XXH3-64 of these 24
+//         bytes (zeros: not known). Bits and checksums lie in sectors of 512 bytes: 508 of content and the content's own checksum
+//         (sector_checksum). A crash leaves whole sectors, old or new; one that does not match is damage. Bit p is bit p % 8 of byte p / 8 of the bits' content. A checksum is the low half of XXH3-64 over
 //         the page's bytes in the .npy (the last page: up to the end of the last record), 1 where that is 0; 0 means that none
 //         was recorded.
 //
@@ -24,6 +25,7 @@
 #include <vector>
 
 #include "io/file.hpp"
+#include "store/adoption.hpp"
 
 namespace embermap {
 
@@ -60,6 +62,11 @@ class PageLedger {
   bool keeps_checksums() const;
   // Whether all pages count as written, with or without a checksum.
   bool adopted() const noexcept;
+  // What an adopted file was like when the checksums were written; nullopt: not known. What is set is durable with sync().
+  std::optional<FileStamp> stamp() const;
+  void set_stamp(const std::optional<FileStamp>& stamp);
+  // It is not known, whatever the file says: something was written since. The file keeps it until the next set_stamp().
+  void forget_stamp();
   // What was recorded for the page, if that is in memory; nullopt if it is not or none was recorded.
   std::optional<std::uint32_t> checksum(std::uint64_t page) const;
   // Checksums of pages [first, first + out.size()), read from the file where they are not in memory; 0: none recorded.
@@ -134,6 +141,7 @@ class PageLedger {
   // A new file for `pages` pages in place of this one.
   void rewrite(std::uint64_t pages);
   void write_header(const File& file) const;
+  void load_stamp();
   std::uint64_t next_written(std::uint64_t page) const;         // with mutex_ held, as all below
   std::uint64_t next_checksum(std::uint64_t page) const;        // or earlier: the begin of the block that may hold one
   std::uint64_t bits_size() const;                              // bytes of bits_: the content of their region
@@ -146,6 +154,7 @@ class PageLedger {
   std::uint64_t content_ = kContent;  // bytes a sector
   std::uint64_t sums_offset_ = 0;
   mutable std::mutex mutex_;
+  std::optional<FileStamp> stamp_;
   mutable std::set<std::uint64_t> bad_bits_, bad_sums_;  // damaged sectors, as far as they were read
   Zeroed<std::uint8_t> bits_;
   std::vector<bool> dirty_bits_;                         // a block of bits_

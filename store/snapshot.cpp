@@ -385,6 +385,8 @@ class Snapshot {
         source.logged.emplace_back(page, version.checksum);
       });
     std::sort(source.logged.begin(), source.logged.end());
+    // Pages that the log has, a writer may be moving to the file just now.
+    if (entry.adopted && source.logged.empty()) source_.check_unchanged(name, entry, source.data, source.ledger);
     source.written = source.ledger.count_written();
     for (const auto& [page, checksum] : source.logged) source.written += !source.ledger.written(page);
     return source;

@@ -34,6 +34,8 @@ struct SnapshotSource {
   std::function<std::unique_lock<std::mutex>()> pause;
   // Throws where the file that a table has adopted may not be opened.
   std::function<void(const std::string&, const TableEntry&)> check_adopted;
+  // Throws where others changed it.
+  std::function<void(const std::string&, const TableEntry&, const File&, const PageLedger&)> check_unchanged;
   bool alone = false;  // nobody changes the store meanwhile
 };
 

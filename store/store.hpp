@@ -80,6 +80,9 @@ struct StoreOptions {
   // throws an error that says so. true: whatever the manifest names is opened; a writer records that it belongs here now. false:
   // none is.
   std::optional<bool> allow_adopted = {};
+  // Whether an adopted file that others changed since embermap last wrote or accepted it (by its size and time) is opened as it
+  // is; otherwise table() throws CorruptError saying what changed. It stays told of until Table::accept().
+  bool accept_changed = false;
   FileOps* file_ops = nullptr;  // the system calls to use, for tests that inject faults; must outlive the store
 };
 

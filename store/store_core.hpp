@@ -130,6 +130,7 @@ struct StoreCore {
         writable{options.mode != StoreOptions::Mode::kRead},
         allow_adopted{options.allow_adopted},
         checks_pages{writable || !options.accept_unclean},
+        accept_changed{options.accept_changed},
         memory{options.memory},
         replacement{options.replacement},
         write_behind{options.write_behind},
@@ -196,7 +197,9 @@ struct StoreCore {
   const std::filesystem::path path;
   const bool writable;
   const std::optional<bool> allow_adopted;
-  const bool checks_pages;  // false where tables are taken as they are, and cannot be resealed
+  const bool checks_pages;    // false where tables are taken as they are, and cannot be resealed
+  const bool accept_changed;  // by others: adopted files
+  bool unclean = false;       // pages were written after the last commit, and that is accepted
   const std::uint64_t memory;
   const Replacement replacement;
   const bool write_behind;

@@ -174,6 +174,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     std::shared_ptr<StoreCore> core(new StoreCore(absolute, options, ops),
                                     [](StoreCore* gone) { delete_unless_forked(gone, gone->process); });
     core->manifest_file.is_saved(manifest.revision);
+    core->unclean = unclean;
     if (core->writable) manifest = recover(*core, options, std::move(manifest));
     std::shared_ptr<Impl> impl(new Impl(core, std::move(lock), std::move(manifest)));
     core->owner = impl;
@@ -213,6 +214,22 @@ void Store::Impl::check_adopted(const StoreCore& core, const std::string& name, 
       fmt::format("table '{}' uses {} outside the store, which is not opened: {}. If you trust the store, open it with "
                   "allow_adopted = true (--allow-adopted)",
                   printable(name), printable(*entry.adopted), why));
+}
+
+void Store::Impl::check_unchanged(const StoreCore& core, const std::string& name, const TableEntry& entry, const File& data,
+                                  const PageLedger& ledger) {
+  const auto then = ledger.stamp();
+  const std::string changed = then ? what_changed(*then, stamp_of(data)) : std::string();
+  if (changed.empty() || core.accept_changed || core.unclean) return;
+  // A crash, or a writer at work, may have brought pages from the log there that the stamp does not know of.
+  bool logged = false;
+  if (core.logged != nullptr) core.logged->for_each(entry.id, [&](std::uint64_t, const LoggedVersion&) { logged = true; });
+  if (logged) return;
+  throw CorruptError(
+      fmt::format("{}: the file of table '{}' was changed by something other than embermap: {}. To take it as it is: 'embermap "
+                  "verify --accept {}', or accept() of the table in a store opened with accept_changed; --repair-from takes "
+                  "pages from a backup",
+                  printable(*entry.adopted), printable(name), changed, printable(core.path / name)));
 }
 
 void Store::Impl::take_adopted() {
@@ -261,7 +278,8 @@ void Store::Impl::look(bool accept_unclean) {
     auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
     Manifest manifest = Manifest::load(core_->path);
     if (view && !view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), core_->path);
-    if (UncommittedMark::present(core_->path, manifest.commit) && !accept_unclean)
+    core_->unclean = UncommittedMark::present(core_->path, manifest.commit);
+    if (core_->unclean && !accept_unclean)
       throw unclean_end(core_->path, manifest.commit,
                         "a writer without a redo log is at work, or its session ended without commit");
     const bool whole = !view || manifest.commit <= view->commit();
@@ -305,9 +323,12 @@ void Store::Impl::checkpoint() {
 SnapshotReport Store::Impl::snapshot(const std::filesystem::path& destination, const Progress& progress) {
   core_->check_usable();
   const std::lock_guard one(snapshot_mutex_);
-  SnapshotSource source{.core = *core_, .pause = {}, .check_adopted = [this](const std::string& name, const TableEntry& entry) {
-                          check_adopted(*core_, name, entry);
-                        }};
+  SnapshotSource source{.core = *core_,
+                        .pause = {},
+                        .check_adopted = [this](const std::string& name,
+                                                const TableEntry& entry) { check_adopted(*core_, name, entry); },
+                        .check_unchanged = [this](const std::string& name, const TableEntry& entry, const File& data,
+                                                  const PageLedger& ledger) { check_unchanged(*core_, name, entry, data, ledger); }};
   auto guard = lock();
   if (!core_->writable || core_->log) {
     guard.unlock();
@@ -396,6 +417,7 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     if (ledger.pages() < entry.geometry.pages())
       throw FormatError(core.path / (name + ".pages"),
                         fmt::format("page file of {} pages, but the table has {}", ledger.pages(), entry.geometry.pages()));
+    ledger.forget_stamp();  // pages may have been applied since
     recovered->file = std::make_unique<PageFile>(
         name, std::move(data), std::move(ledger), recovered->schema, entry.geometry, entry.init, entry.seed, core.compute,
         core.io, [] {}, PageFileOptions{.io = core.page_io});
@@ -444,6 +466,15 @@ std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, con
   if (ledger.pages() < pages)
     throw FormatError(pages_path(name), fmt::format("page file of {} pages, but the table has {}", ledger.pages(), pages));
   if (ledger.pages() > pages && core_->writable) ledger.resize(pages);  // a resize was interrupted
+  if (entry.adopted) {
+    check_unchanged(*core_, name, entry, data, ledger);
+    const FileStamp now = stamp_of(data);
+    // Where it is not known what the file was like, or a copy took its place.
+    if (const auto then = ledger.stamp(); core_->writable && then != now && (!then || what_changed(*then, now).empty())) {
+      ledger.set_stamp(now);
+      ledger.sync();
+    }
+  }
   return {std::move(data), std::move(ledger)};
 }
 
@@ -672,7 +703,9 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
         (!known.adopted && std::filesystem::equivalent(data_path(other), path, error)))
       throw AlreadyExists(fmt::format("{} is the file of table '{}' already", printable(path), printable(other)));
 
-  const NpyHeader header = read_npy_header(File::open(path, File::Mode::kRead, core_->ops));
+  const File data = File::open(path, File::Mode::kRead, core_->ops);
+  const FileStamp stamp = stamp_of(data);  // before anything of it is read
+  const NpyHeader header = read_npy_header(data);
   const auto refuse = [&](std::string_view why) {
     return FormatError(path, fmt::format("shape {}, dtype {} cannot be used in place: {}; import it instead", header.shape_text(),
                                          header.dtype_text(), why));
@@ -702,7 +735,8 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
   entry.adopted_writable = writable && ::access(path.c_str(), W_OK) == 0;
   check_budget(name, entry);
   TemporaryFile pages = TemporaryFile::create(pages_path(name), /*overwrite=*/false, core_->ops);
-  PageLedger::create(File::open(pages.file().path(), File::Mode::kReadWrite, core_->ops), entry.geometry.pages(), true);
+  PageLedger::create(File::open(pages.file().path(), File::Mode::kReadWrite, core_->ops), entry.geometry.pages(), true)
+      .set_stamp(stamp);
   announce(name, /*adopted=*/true);
   try {
     pages.commit();

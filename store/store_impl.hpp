@@ -83,6 +83,9 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   Table complete(const std::string& name, const TableEntry& entry, NewFiles files);
   // Throws FormatError if the table's data is a file from elsewhere that this store may not open.
   static void check_adopted(const StoreCore& core, const std::string& name, const TableEntry& entry);
+  // Throws CorruptError if others changed the file that a table has adopted, unless that is accepted.
+  static void check_unchanged(const StoreCore& core, const std::string& name, const TableEntry& entry, const File& data,
+                              const PageLedger& ledger);
   // Records in the manifest that adopted files belong to this store now.
   void take_adopted();
   std::shared_ptr<TableImpl> open_table(const std::string& name, const TableEntry& entry);

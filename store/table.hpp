@@ -215,7 +215,8 @@ class Table {
   // Compares every written page (also those in memory are written first) with its checksum.
   VerifyReport verify(const Progress& progress = {});
   // Gives every written page the checksum of what the file holds now, for files changed on purpose by other programs, and makes
-  // an end of damage in NAME.pages. Rows that were damaged are taken as they are. Part of the next commit.
+  // an end of damage in NAME.pages. Rows that were damaged are taken as they are. Part of the next commit. An adopted file that
+  // others changed (StoreOptions::accept_changed) counts as embermap's own state from then on.
   void accept(const Progress& progress = {});
   // Replaces pages that are bad here by those of `backup`, a table of another store with the same rows and records. Nothing is
   // guessed: a page is taken if it has the checksum that is recorded here. Where none is (damage in NAME.pages), the page here

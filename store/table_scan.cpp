@@ -287,7 +287,8 @@ void TableImpl::reseal() {
 
 void TableImpl::accept(const Progress& progress) {
   const auto lock = alone();
-  check_writable();
+  // An adopted file may be one that is only read: what is written are its checksums.
+  if (!core_->writable) check_writable();
   file_->ledger().forget_damage();  // dirty pages have to find room for their checksums
   if (hot_) hot_->flush();
   const auto paused = settle();
@@ -309,6 +310,7 @@ void TableImpl::seal_all(const Progress& progress) {
   }
   file_->seal(pages);
   ledger.forget_unwritten();
+  file_->accept_changes();
   file_->sync();
   file_->set_ahead();  // of the last commit
   core_->report(progress, end, end);
@@ -356,26 +358,29 @@ RepairReport TableImpl::repair_from(TableImpl& backup, const Progress& progress)
     }
     return sum;
   };
-  report.bad_pages = find_bad(progress, [&](std::uint64_t page, const PageMark& mark) {
-                       here.page = there.page = page;
-                       const std::uint32_t sum_here = sum_of(*file_, here), sum_there = sum_of(*backup.file_, there);
-                       PageMark other;
-                       backup.file_->ledger().read_marks(page, std::span(&other, 1));
-                       const bool good_there = other.written && !other.damaged && other.checksum == sum_there && sum_there != 0;
-                       const bool known = mark.checksum != 0 && !mark.damaged;
-                       bool repaired = true;
-                       if (known && sum_here == mark.checksum)
-                         file_->seal(page);  // only its bit was missing
-                       else if (known && good_there && sum_there == mark.checksum)
-                         file_->write_as_stored(std::span(&there, 1));
-                       else if (!known && !mark.damaged && good_there && sum_here == sum_there &&
-                                std::memcmp(here.memory, there.memory, geometry.bytes_in(page)) == 0)
-                         file_->seal(page);
-                       else
-                         repaired = false;
-                       report.repaired_pages += repaired;
-                       add_page(repaired ? report.repaired : report.left, geometry, page);
-                     }).bad_pages;
+  const VerifyReport found = find_bad(progress, [&](std::uint64_t page, const PageMark& mark) {
+    here.page = there.page = page;
+    const std::uint32_t sum_here = sum_of(*file_, here), sum_there = sum_of(*backup.file_, there);
+    PageMark other;
+    backup.file_->ledger().read_marks(page, std::span(&other, 1));
+    const bool good_there = other.written && !other.damaged && other.checksum == sum_there && sum_there != 0;
+    const bool known = mark.checksum != 0 && !mark.damaged;
+    bool repaired = true;
+    if (known && sum_here == mark.checksum)
+      file_->seal(page);  // only its bit was missing
+    else if (known && good_there && sum_there == mark.checksum)
+      file_->write_as_stored(std::span(&there, 1));
+    else if (!known && !mark.damaged && good_there && sum_here == sum_there &&
+             std::memcmp(here.memory, there.memory, geometry.bytes_in(page)) == 0)
+      file_->seal(page);
+    else
+      repaired = false;
+    report.repaired_pages += repaired;
+    add_page(repaired ? report.repaired : report.left, geometry, page);
+  });
+  report.bad_pages = found.bad_pages;
+  // All of it is what checksums say: whoever changed it, nothing is left of that.
+  if (report.repaired_pages == found.bad_pages && found.verified == geometry.pages()) file_->accept_changes();
   file_->sync();
   file_->set_ahead();  // of the last commit
   release_hot();       // what was read from a bad page

@@ -73,7 +73,9 @@ void repair(Store& store, Store& backup, const std::string& name, const std::str
 void change(const TablePath& path, const Arguments& arguments, const Common& common) {
   if (arguments.accept && !arguments.backup.empty())
     throw UsageError("--accept takes pages as they are and --repair-from those of a backup: choose one");
-  Store store = Store::open(path.store, store_options(common, StoreOptions::Mode::kReadWrite));
+  StoreOptions options = store_options(common, StoreOptions::Mode::kReadWrite);
+  options.accept_changed = true;
+  Store store = Store::open(path.store, options);
   std::optional<Store> backup;
   std::string backup_table;
   if (!arguments.backup.empty()) {
@@ -147,7 +149,8 @@ void add_verify(CLI::App& app, Common& common, Action& chosen) {
   command->add_option("PATH", arguments->path, "STORE (all tables) or STORE/TABLE")->required();
   command->add_flag("--accept-unclean", arguments->accept_unclean, "Look at tables after a session that ended without commit");
   command->add_flag("--accept", arguments->accept,
-                    "First take every page as it is, damaged or not: for files that NumPy or another program changed on purpose");
+                    "First take every page as it is, damaged or not: for files that NumPy or another program changed on purpose, "
+                    "adopted ones among them, which are not opened otherwise");
   command
       ->add_option(
           "--repair-from", arguments->backup,

@@ -642,6 +642,7 @@ def open(  # noqa: A001
     autocommit: bool = True,
     allow_adopted: bool | None = None,
     pin: Pin = "frames",
+    accept_changed: bool = False,
 ) -> Store:
     """Open a store: a directory of tables.
 
@@ -703,6 +704,9 @@ def open(  # noqa: A001
             adopted file of the other byte order; a batch with pages that the reader's commit has
             only in the redo log (`Store.checkpoint` by the writer, then `refresh`) goes through
             frames. A file that is cut short is FormatError.
+        accept_changed: open an adopted file as it is though something other than embermap changed
+            it, as its size and time tell; without this, asking for the table raises CorruptError
+            that says what changed. It is told of again until `Table.accept()`.
 
     Raises: StoreNotFoundError (a FileNotFoundError; modes "r+" and "r"), FormatError (not a store,
     a newer version, a broken manifest or log, committed rows of an adopted file that is not
@@ -735,6 +739,7 @@ def open(  # noqa: A001
         bool(autocommit),
         allow_adopted,
         pin,
+        bool(accept_changed),
     )
     try:
         core = _core.Store.open(where, *arguments)

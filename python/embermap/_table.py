@@ -543,7 +543,8 @@ class Table:
         """Take every page in the file as it is: give it the checksum of what it holds now.
 
         For a file that another program changed on purpose, such as NumPy. Damaged rows are taken
-        as well: look at verify() first. Part of the next commit.
+        as well: look at verify() first. Part of the next commit. An adopted file that was changed
+        needs a store opened with accept_changed=True, and is opened without it afterwards.
 
         Args:
             progress: as in verify().

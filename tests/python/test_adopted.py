@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import time
 
 import embermap as em
 import numpy as np
@@ -86,7 +88,7 @@ def test_damage_of_a_big_endian_file_is_noticed(tmp_path):
     data = bytearray(file.read_bytes())
     data[200] ^= 1
     file.write_bytes(data)
-    with em.open(tmp_path / "s", mode="r", memory="1MiB") as store:
+    with em.open(tmp_path / "s", mode="r", memory="1MiB", accept_changed=True) as store:
         assert not store["t"].verify()["ok"]
         with pytest.raises(em.CorruptError):
             store["t"][:]
@@ -169,3 +171,81 @@ def test_files_that_stay_refused(tmp_path, array, text):
         with pytest.raises(em.FormatError, match=text):
             store.adopt("t", tmp_path / "a.npy")
         assert store.tables() == []
+
+
+def wait_for_another_time():
+    """The kernel's times of files move in steps of a few milliseconds."""
+    time.sleep(0.02)
+
+
+def edit_in_place(file):
+    np.load(file, mmap_mode="r+")[2] = 9
+
+
+def replace(file):
+    np.save(file.with_suffix(".new.npy"), np.full((100, 2), 3, "<f4"))
+    os.replace(file.with_suffix(".new.npy"), file)
+
+
+def touch(file):
+    os.utime(file)
+
+
+@pytest.mark.parametrize("change", [edit_in_place, replace, touch])
+@pytest.mark.parametrize("durability", ["commit", "none"])
+def test_a_file_that_others_changed_is_noticed_until_it_is_accepted(tmp_path, change, durability):
+    file = tmp_path / "a.npy"
+    np.save(file, np.ones((100, 2), "<f4"))
+    with em.open(tmp_path / "s", memory="1MiB", durability=durability) as store:
+        store.adopt("t", file)[:50] = 5
+        store.create("own", rows=3, dim=2)
+    wait_for_another_time()
+    change(file)
+    for mode in ("r", "r+"):
+        with em.open(tmp_path / "s", mode=mode, memory="1MiB", durability=durability) as store:
+            assert store["own"][0].tolist() == [0, 0]
+            with pytest.raises(
+                em.CorruptError, match=r"a\.npy.*something other than embermap: modified 2.*--accept"
+            ):
+                store["t"]
+    rows = np.load(file)
+    with em.open(tmp_path / "s", memory="1MiB", accept_changed=True) as store:
+        if change is not touch:
+            assert store["t"].verify()["bad_pages"] == 1
+        store["t"].accept()
+        assert np.array_equal(store["t"][:], rows)
+    with em.open(tmp_path / "s", mode="r") as store:
+        assert np.array_equal(store["t"][:], rows)
+        assert store["t"].verify()["verified"] == 1
+
+
+def test_a_killed_session_has_not_changed_the_file(tmp_path):
+    file = tmp_path / "a.npy"
+    np.save(file, np.zeros((5000, 2), "<f4"))
+    with em.open(tmp_path / "s", memory="1MiB") as store:
+        store.adopt("t", file)
+    for value in range(1, 4):
+        wait_for_another_time()
+        store = em.open(tmp_path / "s", memory="1MiB")
+        store["t"][:] = value
+        store.commit()
+        with em.open(tmp_path / "s", mode="r") as reader:
+            assert np.all(reader["t"][:] == value)
+        if value == 2:
+            store.checkpoint()
+        store.abandon()
+    with em.open(tmp_path / "s", memory="1MiB") as store:
+        assert np.all(store["t"][:] == 3)
+
+
+def test_a_copied_store_can_be_used_and_its_files_touched(tmp_path):
+    with em.open(tmp_path / "s", memory="1MiB") as store:
+        store.create("own", rows=100, dim=2)[:] = 4
+    wait_for_another_time()
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "s", copy, copy_function=shutil.copyfile)
+    touch(copy / "own.npy")
+    for mode in ("r", "r+"):
+        with em.open(copy, mode=mode, memory="1MiB") as store:
+            assert np.all(store["own"][:] == 4)
+            assert store["own"].verify()["ok"]

@@ -29,12 +29,20 @@ std::string content_of(const std::filesystem::path& path) {
   return text.str();
 }
 
+std::int64_t modified_of(const struct stat& status) { return status.st_mtim.tv_sec * 1'000'000'000 + status.st_mtim.tv_nsec; }
+
+// 0 for what is no file of ours, which nobody asks for.
+std::int64_t modified_of(int fd) {
+  struct stat status {};
+  return ::fstat(fd, &status) == 0 ? modified_of(status) : 0;
+}
+
 void check(bool done, const char* call, const std::filesystem::path& path) {
   if (!done) throw std::runtime_error(fmt::format("{} {}: {}", call, path.string(), std::strerror(errno)));
 }
 
 // Blocks of zeros stay holes.
-void write_file(const std::filesystem::path& path, std::string_view content) {
+void write_file(const std::filesystem::path& path, std::string_view content, std::int64_t modified) {
   constexpr std::size_t kBlock = 4096;
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   check(fd >= 0, "open", path);
@@ -49,6 +57,9 @@ void write_file(const std::filesystem::path& path, std::string_view content) {
             path);
     at = std::max(end, at + kBlock);
   }
+  const timespec time{.tv_sec = modified / 1'000'000'000, .tv_nsec = modified % 1'000'000'000};
+  const std::array times{time, time};
+  check(::futimens(fd, times.data()) == 0, "futimens", path);
   ::close(fd);
 }
 
@@ -72,15 +83,18 @@ PowerLoss::PowerLoss(const std::filesystem::path& folder) : root_{std::filesyste
     const Entry entry{item.path().parent_path().lexically_relative(root_).string(), item.path().filename().string()};
     struct stat status {};
     check(::stat(item.path().c_str(), &status) == 0, "stat", item.path());
-    known_[{status.st_dev, status.st_ino}] = adopt(entry, content_of(item.path()));
+    known_[{status.st_dev, status.st_ino}] = adopt(entry, item.path());
   }
 }
 
 PowerLoss::~PowerLoss() = default;
 
-PowerLoss::Inode PowerLoss::adopt(const Entry& entry, const std::string& content) {
+PowerLoss::Inode PowerLoss::adopt(const Entry& entry, const std::filesystem::path& path) {
   const Inode inode = ++last_;
-  initial_.emplace(inode, content);
+  struct stat status {};
+  check(::stat(path.c_str(), &status) == 0, "stat", path);
+  initial_.emplace(inode, content_of(path));
+  initial_times_.emplace(inode, modified_of(status));
   initial_entries_[entry] = inode;
   entries_[entry] = inode;
   return inode;
@@ -185,14 +199,18 @@ int PowerLoss::open(const char* path, int flags, mode_t mode) {
     const Inode inode = ++last_;
     known_[identity] = inode;
     entries_[*entry] = inode;
-    changes_.push_back({.kind = Kind::kCreate, .inode = inode, .folder = entry->folder, .name = entry->name});
+    changes_.push_back({.kind = Kind::kCreate,
+                        .inode = inode,
+                        .modified = modified_of(status),
+                        .folder = entry->folder,
+                        .name = entry->name});
   } else if (entry && !entries_.contains(*entry)) {
-    known_[identity] = adopt(*entry, content_of(path));
+    known_[identity] = adopt(*entry, path);
   } else if (entry) {
     known_[identity] = entries_.at(*entry);
   }
   if (const auto found = known_.find(identity); found != known_.end()) open_[fd] = found->second;
-  if (cuts) changes_.push_back({.kind = Kind::kResize, .inode = open_.at(fd), .offset = 0});
+  if (cuts) changes_.push_back({.kind = Kind::kResize, .inode = open_.at(fd), .offset = 0, .modified = modified_of(status)});
   return fd;
 }
 
@@ -217,8 +235,11 @@ ssize_t PowerLoss::write(int fd, std::string data, off_t offset, Call call) {
   const ssize_t done = fault ? FileOps::pwrite(fd, data.data(), data.size(), offset) : call();
   if (done <= 0) return done;
   data.resize(static_cast<std::size_t>(done));
-  changes_.push_back(
-      {.kind = Kind::kWrite, .inode = *inode, .offset = static_cast<std::uint64_t>(offset), .data = std::move(data)});
+  changes_.push_back({.kind = Kind::kWrite,
+                      .inode = *inode,
+                      .offset = static_cast<std::uint64_t>(offset),
+                      .data = std::move(data),
+                      .modified = modified_of(fd)});
   return done;
 }
 
@@ -239,7 +260,10 @@ int PowerLoss::ftruncate(int fd, off_t bytes) {
   if (inode && refused(/*interruptible=*/true)) return -1;
   const int result = FileOps::ftruncate(fd, bytes);
   if (result == 0 && inode)
-    changes_.push_back({.kind = Kind::kResize, .inode = *inode, .offset = static_cast<std::uint64_t>(bytes)});
+    changes_.push_back({.kind = Kind::kResize,
+                        .inode = *inode,
+                        .offset = static_cast<std::uint64_t>(bytes),
+                        .modified = modified_of(fd)});
   return result;
 }
 
@@ -257,7 +281,8 @@ int PowerLoss::deallocate(int fd, off_t offset, off_t bytes) {
     changes_.push_back({.kind = Kind::kWrite,
                         .inode = *inode,
                         .offset = static_cast<std::uint64_t>(offset),
-                        .data = std::string(static_cast<std::size_t>(bytes), '\0')});
+                        .data = std::string(static_cast<std::size_t>(bytes), '\0'),
+                        .modified = modified_of(fd)});
   return 0;
 }
 
@@ -266,7 +291,7 @@ int PowerLoss::uring_setup(unsigned /*entries*/, io_uring* /*ring*/, io_uring_pa
   return -1;
 }
 
-int PowerLoss::sync(int fd) {
+int PowerLoss::sync(int fd, bool times) {
   const std::lock_guard lock(mutex_);
   const auto inode = file_of(fd);
   const auto folder = open_folders_.find(fd);
@@ -275,14 +300,14 @@ int PowerLoss::sync(int fd) {
   // After EINTR it is tried again, and has saved nothing.
   if (failed && errno != EIO) return -1;
   if (inode)
-    changes_.push_back({.kind = failed ? Kind::kSyncFailed : Kind::kSync, .inode = *inode});
+    changes_.push_back({.kind = failed ? Kind::kSyncFailed : Kind::kSync, .inode = *inode, .times = times});
   else
     changes_.push_back({.kind = failed ? Kind::kSyncFolderFailed : Kind::kSyncFolder, .folder = folder->second});
   return failed ? (errno = EIO, -1) : 0;
 }
 
-int PowerLoss::fdatasync(int fd) { return sync(fd); }
-int PowerLoss::fsync(int fd) { return sync(fd); }
+int PowerLoss::fdatasync(int fd) { return sync(fd, /*times=*/false); }
+int PowerLoss::fsync(int fd) { return sync(fd, /*times=*/true); }
 
 template <class Call>
 int PowerLoss::rename(const char* from, const char* to, Call call) {
@@ -331,6 +356,7 @@ struct PowerLoss::Disk::File {
   std::string now;   // as programs see it
   std::string safe;  // its sectors past the end are zeros
   std::vector<Step> steps;
+  std::vector<std::int64_t> times;  // of modification, from the safe one on
 
   void step(std::uint64_t from, std::uint64_t to, std::uint64_t change) {
     Step step{.first = floor_sector(from), .after = {}, .size = now.size(), .change = change};
@@ -353,7 +379,8 @@ struct PowerLoss::Disk::File {
     if (content.size() < at + sectors.size()) content.resize(at + sectors.size());
     content.replace(at, sectors.size(), sectors);
   }
-  void sync() {
+  void sync(bool of_times) {
+    if (of_times) times = {times.back()};
     bool doubt = false;
     for (Step& step : steps) {
       step.safe = step.safe || !step.doubtful;
@@ -403,18 +430,27 @@ void PowerLoss::Disk::restart() {
   at_ = 0;
   files_.clear();
   folders_.clear();
-  for (const auto& [inode, content] : loss_.initial_) files_[inode].now = files_[inode].safe = content;
+  for (const auto& [inode, content] : loss_.initial_) {
+    files_[inode].now = files_[inode].safe = content;
+    files_[inode].times = {loss_.initial_times_.at(inode)};
+  }
   for (const auto& [entry, inode] : loss_.initial_entries_) folders_[entry.folder].safe[entry.name] = inode;
 }
 
 void PowerLoss::Disk::apply(const Change& change) {
   switch (change.kind) {
-    case Kind::kCreate: files_[change.inode]; [[fallthrough]];
+    case Kind::kCreate: files_[change.inode].times = {change.modified}; [[fallthrough]];
     case Kind::kRename:
     case Kind::kUnlink: folders_[change.folder].steps.push_back({&change, at_}); break;
-    case Kind::kWrite: files_.at(change.inode).write(change.offset, change.data, at_); break;
-    case Kind::kResize: files_.at(change.inode).resize(change.offset, at_); break;
-    case Kind::kSync: files_.at(change.inode).sync(); break;
+    case Kind::kWrite:
+      files_.at(change.inode).write(change.offset, change.data, at_);
+      files_.at(change.inode).times.push_back(change.modified);
+      break;
+    case Kind::kResize:
+      files_.at(change.inode).resize(change.offset, at_);
+      files_.at(change.inode).times.push_back(change.modified);
+      break;
+    case Kind::kSync: files_.at(change.inode).sync(change.times); break;
     case Kind::kSyncFailed: files_.at(change.inode).sync_failed(); break;
     case Kind::kSyncFolder: folders_[change.folder].sync(); break;
     case Kind::kSyncFolderFailed: folders_[change.folder].sync_failed(); break;
@@ -467,6 +503,20 @@ void PowerLoss::Disk::make(std::uint64_t point, Kept kept, std::uint64_t seed, c
     out.resize(size);
     return out;
   };
+  const auto modified = [&](const File& file) {
+    switch (kept) {
+      case Kept::kNothing:
+      case Kept::kData: return file.times.front();
+      case Kept::kEverything:
+      case Kept::kMetadata: return file.times.back();
+      case Kept::kTornLast:
+        return file.times.size() > 1 && !file.steps.empty() && is_last(file.steps.back().change) && chance(0.5)
+                   ? file.times[file.times.size() - 2]
+                   : file.times.back();
+      case Kept::kRandom: return file.times[random() % file.times.size()];
+    }
+    return file.times.back();
+  };
 
   std::filesystem::remove_all(folder);
   std::filesystem::create_directories(folder);
@@ -486,7 +536,8 @@ void PowerLoss::Disk::make(std::uint64_t point, Kept kept, std::uint64_t seed, c
       }
       if (happened) Folder::apply(*step.change, names);
     }
-    for (const auto& [name, inode] : names) write_file(folder / where / name, content(files_.at(inode)));
+    for (const auto& [name, inode] : names)
+      write_file(folder / where / name, content(files_.at(inode)), modified(files_.at(inode)));
   }
 }
 

@@ -27,6 +27,7 @@ namespace embermap::test {
 // - every sector of 512 bytes holds what it held at some moment since it was last safe (so writes may be missing, torn, and
 //   arrive in any order);
 // - a file is as long as it was at some such moment, whatever of its data is there; what never came is zeros;
+// - its time of modification is that of some moment since the last fsync: fdatasync saves none;
 // - of the changes of a folder (a name made, removed, renamed) any subset has happened. A rename happens as a whole. Journals of
 //   ext4, xfs and btrfs keep the order of such changes within a folder: this is harsher.
 // A sync that fails leaves what it was to save in doubt for good: a later one that succeeds saves only what was written since.
@@ -103,6 +104,8 @@ class PowerLoss final : public FileOps {
     Inode inode = 0;
     std::uint64_t offset = 0;        // kWrite; kResize: the new size
     std::string data = {};           // kWrite
+    std::int64_t modified = 0;       // kCreate, kWrite, kResize: when, in ns since 1970, as the file has it
+    bool times = false;              // kSync: of the times as well
     std::string folder = {};         // relative to the root, "." for the root itself
     std::string name = {}, to = {};  // of entries; `to` of renames
   };
@@ -116,10 +119,10 @@ class PowerLoss final : public FileOps {
   std::optional<Inode> file_of(int fd) const;
   std::optional<Fault> next_fault(bool sync);
   bool refused(bool interruptible, bool sync = false);
-  Inode adopt(const Entry& entry, const std::string& content);
+  Inode adopt(const Entry& entry, const std::filesystem::path& path);
   template <class Call>
   ssize_t write(int fd, std::string data, off_t offset, Call call);
-  int sync(int fd);
+  int sync(int fd, bool times);
   template <class Call>
   int rename(const char* from, const char* to, Call call);
 
@@ -127,6 +130,7 @@ class PowerLoss final : public FileOps {
   mutable std::mutex mutex_;
   std::deque<Change> changes_;            // their places stay
   std::map<Inode, std::string> initial_;  // content of files that were there before
+  std::map<Inode, std::int64_t> initial_times_;
   std::map<Entry, Inode> initial_entries_;
   std::map<Entry, Inode> entries_;  // now
   std::map<Identity, Inode> known_;
