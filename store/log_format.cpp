@@ -24,11 +24,19 @@ struct StoredHeader {
   char magic[8];
   std::uint32_t version, zero;
   std::uint64_t id, serial, tail, applying, applied, checksum;
+  std::uint64_t store_high, store_low, store_checksum;
 };
-static_assert(sizeof(StoredHeader) == 64);
+static_assert(sizeof(StoredHeader) == 88);
 
-std::uint64_t checksum_of(const StoredHeader& header) {
-  return checksum64(std::as_bytes(std::span(&header, 1)).first(offsetof(StoredHeader, checksum)));
+std::uint64_t checksum_of(const StoredHeader& header, std::size_t bytes) {
+  return checksum64(std::as_bytes(std::span(&header, 1)).first(bytes));
+}
+
+bool is_valid(const StoredHeader& header) {
+  if (std::memcmp(header.magic, kMagic, sizeof kMagic) != 0) return false;
+  if (header.checksum != checksum_of(header, offsetof(StoredHeader, checksum))) return false;
+  const bool without_store = (header.store_high | header.store_low | header.store_checksum) == 0;
+  return without_store || header.store_checksum == checksum_of(header, offsetof(StoredHeader, store_checksum));
 }
 
 // A header whose counted bytes can be believed: what they take fits the record, and the record the file.
@@ -62,8 +70,10 @@ std::optional<LogHeader> read_log_header(const File& file) {
   bool foreign = false;
   for (std::uint64_t slot = 0; slot < 2; ++slot) {
     StoredHeader stored{};
-    if (file.read_some(slot * kLogBlock, std::as_writable_bytes(std::span(&stored, 1))) < sizeof stored) continue;
-    if (std::memcmp(stored.magic, kMagic, sizeof kMagic) != 0 || checksum_of(stored) != stored.checksum) {
+    // What is behind the end of the file counts as zeros.
+    if (file.read_some(slot * kLogBlock, std::as_writable_bytes(std::span(&stored, 1))) < offsetof(StoredHeader, store_high))
+      continue;
+    if (!is_valid(stored)) {
       foreign = foreign || std::any_of(std::begin(stored.magic), std::end(stored.magic), [](char c) { return c != 0; });
       continue;
     }
@@ -77,7 +87,8 @@ std::optional<LogHeader> read_log_header(const File& file) {
       if (number >= kMostNumber)
         throw FormatError(file.path(), fmt::format("the redo log cannot have come as far as number {}", number));
     if (!found || stored.serial > found->serial)
-      found = LogHeader{stored.id, stored.serial, stored.tail, stored.applying, stored.applied};
+      found = LogHeader{stored.id,       stored.serial,  stored.tail,
+                        stored.applying, stored.applied, {stored.store_high, stored.store_low}};
   }
   // A log is made with its header before anything else is in it. One without any is one whose making was interrupted.
   if (!found && (foreign || file.size() > kLogStart))
@@ -85,12 +96,30 @@ std::optional<LogHeader> read_log_header(const File& file) {
   return found;
 }
 
+void check_log_store(const std::filesystem::path& file, const StoreId& log, const StoreId& store) {
+  if (!log.known() || !store.known() || log == store) return;
+  throw FormatError(file, fmt::format("is the redo log of another store: it belongs to store {}, and this is store {}. Bring this "
+                                      "store's own log back, or move this one away to go on without",
+                                      log.text(), store.text()));
+}
+
 void write_log_header(const File& file, const LogHeader& header) {
   AlignedBuffer block(kLogBlock);
   std::memset(block.data(), 0, kLogBlock);
-  StoredHeader stored{{}, kVersion, 0, header.id, header.serial, header.tail, header.applying, header.applied, 0};
+  StoredHeader stored{};
   std::memcpy(stored.magic, kMagic, sizeof kMagic);
-  stored.checksum = checksum_of(stored);
+  stored.version = kVersion;
+  stored.id = header.id;
+  stored.serial = header.serial;
+  stored.tail = header.tail;
+  stored.applying = header.applying;
+  stored.applied = header.applied;
+  stored.checksum = checksum_of(stored, offsetof(StoredHeader, checksum));
+  if (header.store.known()) {
+    stored.store_high = header.store.high;
+    stored.store_low = header.store.low;
+    stored.store_checksum = checksum_of(stored, offsetof(StoredHeader, store_checksum));
+  }
   std::memcpy(block.data(), &stored, sizeof stored);
   file.write(header.serial % 2 * kLogBlock, block.span());
   file.sync();

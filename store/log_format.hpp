@@ -3,8 +3,8 @@
 //  | header slot, 4096 | header slot, 4096 | record | record | ...                                   little-endian
 //
 // header slot: "EMBREDO1", u32 version (1), u32 zero, u64 id, u64 serial, u64 tail, u64 applying, u64 applied, u64 XXH3-64 of the
-// 56
-//   bytes before it; zeros. The valid slot with the higher serial counts; the next header goes to the other one.
+//   56 bytes before it, two u64 that are the store's id, u64 XXH3-64 of the 80 bytes before it (these three zeros in logs made
+//   before stores had ids); zeros. The valid slot with the higher serial counts; the next header goes to the other one.
 //     id        of this life of the log: it begins anew whenever everything in it has been applied; older records have other ids
 //     tail      where the first record lies that may be needed; what lies before is in the tables' files, and may be a hole
 //     applying  pages of this and earlier commits may be in the tables' files; a commit above it has touched none of them, but
@@ -28,7 +28,9 @@
 #include <span>
 #include <string>
 
+#include "base/error.hpp"
 #include "io/file.hpp"
+#include "store/store_id.hpp"
 
 namespace embermap {
 
@@ -39,12 +41,15 @@ inline constexpr std::uint64_t kHeaderPage = ~0ULL;        // the page number th
 
 struct LogHeader {
   std::uint64_t id = 0, serial = 0, tail = kLogStart, applying = 0, applied = 0;
+  StoreId store = {};
   bool operator==(const LogHeader&) const = default;
 };
 
 // The header that counts; nullopt where there is none yet: the file ends before its first record, and no slot was ever complete.
 // Throws FormatError for a file that is no log, a newer version, and where both slots are damaged.
 std::optional<LogHeader> read_log_header(const File& file);
+// Throws FormatError naming both if `log` is another store's; either may be not known.
+void check_log_store(const std::filesystem::path& file, const StoreId& log, const StoreId& store);
 // Writes it to the slot of its serial and makes it durable.
 void write_log_header(const File& file, const LogHeader& header);
 

@@ -54,6 +54,7 @@ void LogView::load() {
     const struct stat status = file_.status();
     files_known_ = {status.st_ino, header_.id, header_.serial};
   }
+  store_ = header_.store;
   std::uint64_t epoch = header_.tail;
   walk_log(file_, header_, [&](const LogRecord& record) {
     if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit)) {

@@ -34,6 +34,8 @@ class LogView final : public LoggedPages {
                                        FileOps& ops);
 
   std::uint64_t commit() const noexcept { return commit_; }
+  // Throws FormatError if it is another store's log.
+  void check_store(const StoreId& store) const { check_log_store(file_.path(), store_, store); }
   // The text of the commit's manifest; empty if the log has no commit that is not in the files.
   const std::string& manifest() const noexcept { return manifest_; }
   std::uint64_t bytes() const noexcept { return bytes_; }  // of the commits in the log
@@ -61,6 +63,7 @@ class LogView final : public LoggedPages {
   PageIo io_;
   LogIndex index_;  // as it was when the log was opened
   std::uint64_t commit_ = 0;
+  StoreId store_;
   std::string manifest_;
   std::uint64_t bytes_ = 0;
   std::vector<std::uint64_t> files_known_;  // which header, unless something was being applied

@@ -367,6 +367,11 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
     if (!top.at("note").is_object()) top.fail(fmt::format("has a 'note' that is no object: {}", shown(top.at("note"))));
     manifest.note = top.at("note").dump();
   }
+  if (top.has("store_id")) {
+    const auto store = StoreId::parse(top.text("store_id"));
+    if (!store) top.fail(fmt::format("has a 'store_id' that is not 32 hexadecimal digits: {}", shown(top.at("store_id"))));
+    manifest.store = *store;
+  }
   // Version 1 had neither revisions nor numbers of tables.
   if (version > 1) {
     manifest.revision = top.integer("revision");
@@ -401,6 +406,7 @@ std::string Manifest::text() const {
   Json json{{"format", kFormatName}, {"version", kFormatVersion}, {"commit", commit}};
   if (!time.empty()) json["time"] = time;
   if (!note.empty()) json["note"] = Json::parse(note);
+  if (store.known()) json["store_id"] = store.text();
   json["revision"] = revision;
   json["next_id"] = next_id;
   json["tables"] = Json::object();

@@ -16,6 +16,7 @@
 #include "store/geometry.hpp"
 #include "store/initializer.hpp"
 #include "store/schema.hpp"
+#include "store/store_id.hpp"
 #include "store/table.hpp"
 
 namespace embermap {
@@ -45,6 +46,7 @@ struct Manifest {
   std::uint64_t commit = 0;
   std::uint64_t revision =
       0;  // grows with every manifest that is written, to its file or into the redo log: the higher one counts
+  StoreId store;  // not known in one of before
   std::uint32_t next_id = 1;
   std::string time;  // of the commit, "2031-05-06T07:08:09.123Z"; empty: not known
   std::string note;  // of the commit, as note_text() gives it; empty: none

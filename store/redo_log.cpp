@@ -29,14 +29,14 @@ constexpr std::uint64_t kEntryBytes = 4096;  // of the log that an entry of the 
 
 }  // namespace
 
-File RedoLog::open_file(const std::filesystem::path& path, FileOps& ops, std::uint64_t commit) {
+File RedoLog::open_file(const std::filesystem::path& path, FileOps& ops, const LogHeader& first) {
   struct stat status {};
   if (::lstat(path.c_str(), &status) == 0) return File::open(path, File::Mode::kReadWrite, ops);
   File file = File::open(path, File::Mode::kCreateNew, ops);
   // Both slots take their disk now: later a full one must not be in the way of a header.
   const std::vector<std::byte> zeros(kLogStart);
   file.write(0, zeros);
-  write_log_header(file, {.id = 1, .serial = 1, .applying = commit, .applied = commit});
+  write_log_header(file, first);
   sync_directory(path.parent_path(), ops);
   return file;
 }
@@ -46,11 +46,14 @@ RedoLog::RedoLog(const std::filesystem::path& file, const RedoLogOptions& option
     : options_{options},
       compute_{compute},
       save_manifest_{std::move(save_manifest)},
-      file_{open_file(file, ops, commit)},
+      file_{open_file(file, ops, first_header(commit, options.store))},
       io_{file_, io, options.io},
       staging_{std::max(kLeastStaging, options.transfer_bytes)} {
   const auto header = read_log_header(file_);
-  header_ = header ? *header : LogHeader{.id = 1, .serial = 1, .applying = commit, .applied = commit};
+  if (header) check_log_store(file, header->store, options.store);
+  header_ = header ? *header : first_header(commit, options.store);
+  if (!header_.store.known()) header_.store = options.store.known() ? options.store : StoreId::random();  // in the next header
+  store_ = header_.store;
   if (!header) set_header(header_);
   file_bytes_ = file_.size();
   index_records();

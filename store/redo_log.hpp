@@ -59,6 +59,7 @@ struct RedoLogOptions {
   std::uint64_t limit = 1ULL << 30;         // bytes of the log: above it, appending waits until what is committed is applied
   std::uint64_t transfer_bytes = 4U << 20;  // memory of records under way, twice: appended and applied
   PageIoOptions io = {};
+  StoreId store = {};  // whose log it is; not known: that of its header, or a new one
 };
 
 // Thread safety: all members may be called from several threads; what must not run side by side is said at each.
@@ -82,7 +83,7 @@ class RedoLog final : public LoggedPages {
 
   // Opens the log of a store whose writer's lock is held, or makes it. Records of no commit are forgotten. `save_manifest` makes
   // the text of a commit the store's manifest, unless that is newer; `commit` is the store's last one, for a new log. `file`'s
-  // directory, `compute`, `io` and `ops` must outlive this. Throws FormatError (damaged), IoError.
+  // directory, `compute`, `io` and `ops` must outlive this. Throws FormatError (damaged, another store's), IoError.
   RedoLog(const std::filesystem::path& file, const RedoLogOptions& options, ThreadPool& compute, ThreadPool& io, FileOps& ops,
           std::function<void(std::string_view)> save_manifest, std::uint64_t commit);
   ~RedoLog() override;
@@ -116,6 +117,7 @@ class RedoLog final : public LoggedPages {
   bool uncommitted(std::uint32_t table) const;  // whether something of it was appended that no commit has
   std::uint64_t uncommitted_bytes() const;      // of the limit, that is
   std::uint64_t limit() const noexcept { return options_.limit; }
+  const StoreId& store() const noexcept { return store_; }  // that it belongs to, known in any case
   // Its file has become so long, mostly of holes, that it should begin anew: apply_all() while nobody appends.
   bool is_long() const;
 
@@ -167,7 +169,11 @@ class RedoLog final : public LoggedPages {
     std::uint32_t table, checksum;
     bool in_place;
   };
-  static File open_file(const std::filesystem::path& file, FileOps& ops, std::uint64_t commit);
+  // The header of a log of a store that is at `commit`.
+  static LogHeader first_header(std::uint64_t commit, const StoreId& store) {
+    return {.id = 1, .serial = 1, .applying = commit, .applied = commit, .store = store};
+  }
+  static File open_file(const std::filesystem::path& file, FileOps& ops, const LogHeader& first);
   void index_records();
   void write_record(std::uint64_t position, const AlignedBuffer& record, std::uint64_t bytes);
   void wait_for_room(std::uint64_t bytes);
@@ -191,6 +197,7 @@ class RedoLog final : public LoggedPages {
   File file_;
   PageIo io_;
   std::optional<Found> found_;
+  StoreId store_;
 
   // Order of locks: apply_mutex_, append_mutex_, cut_, mutex_.
   std::mutex apply_mutex_;   // one applies at a time; targets stay

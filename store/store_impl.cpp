@@ -73,7 +73,9 @@ void check_header(const NpyHeader& header, const std::filesystem::path& file, co
 // Of the manifest in the store's file and that of a commit in its log, the one with the higher revision.
 Manifest newer_manifest(Manifest manifest, std::string_view in_log, const std::filesystem::path& store) {
   Manifest committed = Manifest::parse(in_log, store / kLogName);
-  return committed.revision > manifest.revision ? std::move(committed) : std::move(manifest);
+  if (committed.revision <= manifest.revision) return manifest;
+  if (!committed.store.known()) committed.store = manifest.store;  // a commit of before
+  return committed;
 }
 
 CorruptError unclean_end(const std::filesystem::path& store, std::uint64_t commit, std::string_view why) {
@@ -163,6 +165,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     }
     Manifest manifest;
     if (options.mode == Mode::kOpenOrCreate && !is_store(absolute)) {
+      manifest.store = StoreId::random();
       manifest.save(absolute, ops);
       sync_directory(absolute.parent_path().empty() ? "." : absolute.parent_path(), ops);
     } else {
@@ -182,6 +185,11 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     if (!core->writable) {
       impl->look(options.accept_unclean);
       return impl;
+    }
+    if (!impl->manifest_.store.known()) {  // one of before
+      Manifest numbered = impl->manifest_;
+      numbered.store = core->log ? core->log->store() : StoreId::random();
+      impl->replace_manifest(std::move(numbered));
     }
     if (options.allow_adopted == true) impl->take_adopted();
     impl->open_tables();
@@ -277,6 +285,7 @@ void Store::Impl::look(bool accept_unclean) {
     auto unlogged = std::make_unique<UnloggedView>(core_->path);  // before anything is looked at
     auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
     Manifest manifest = Manifest::load(core_->path);
+    if (view) view->check_store(manifest.store);
     if (view && !view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), core_->path);
     core_->unclean = UncommittedMark::present(core_->path, manifest.commit);
     if (core_->unclean && !accept_unclean)
@@ -368,6 +377,7 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
   const auto view = LogView::open(store / kLogName, io, {}, FileOps::system());
   Manifest manifest = Manifest::load(store);  // after the log: commits go from there to here
   if (view) {
+    view->check_store(manifest.store);
     if (!view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), store);
     plan.log_bytes = view->bytes();
     for (const auto& [name, entry] : manifest.tables) {
@@ -390,7 +400,8 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
   refuse_link(path);
   const RedoLogOptions log_options{.limit = core.log_limit,
                                    .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
-                                   .io = core.page_io};
+                                   .io = core.page_io,
+                                   .store = manifest.store};
   core.log = std::make_unique<RedoLog>(
       path, log_options, core.compute, core.io, core.ops, [&core](std::string_view text) { core.manifest_file.save_text(text); },
       manifest.commit);

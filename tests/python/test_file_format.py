@@ -56,14 +56,17 @@ class Log:
         self.kinds: list[int] = []
         self.forgotten = 0  # records of no commit
         log = file.read_bytes()
-        headers = [log[at : at + 64] for at in (0, 4096)]
+        headers = [log[at : at + 88] for at in (0, 4096)]
         valid = [
-            struct.unpack("<8sII6Q", slot)
+            struct.unpack("<8sII9Q", slot)
             for slot in headers
-            if slot[:8] == b"EMBREDO1" and xxh3(slot[:56]) == struct.unpack_from("<Q", slot, 56)[0]
+            if slot[:8] == b"EMBREDO1"
+            and xxh3(slot[:56]) == struct.unpack_from("<Q", slot, 56)[0]
+            and xxh3(slot[:80]) == struct.unpack_from("<Q", slot, 80)[0]
         ]
-        _, version, zero, life, _, at, _, _, _ = max(valid, key=lambda slot: slot[4])
+        _, version, zero, life, _, at, _, _, _, *store, _ = max(valid, key=lambda slot: slot[4])
         assert (version, zero) == (1, 0)
+        self.store_id = "".join(f"{half:016x}" for half in store)
         uncommitted: dict[tuple[int, int], tuple[bytes | None, int]] = {}
         while at + 4096 <= len(log):
             fields = struct.unpack_from("<4sI8Q", log, at)
@@ -97,6 +100,7 @@ class Reader:
         if self.log.manifest and self.log.manifest["revision"] > manifest["revision"]:
             manifest = self.log.manifest
         assert (manifest["format"], manifest["version"]) == ("embermap", 2)
+        assert manifest["store_id"] == self.log.store_id
         assert manifest["next_id"] > manifest["tables"][name]["id"] > 0
         self.commit = manifest["commit"]
         self.entry = entry = manifest["tables"][name]

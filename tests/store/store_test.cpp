@@ -1235,6 +1235,81 @@ TEST_F(StoreTest, DamageInTheMiddleOfTheLogIsNotTakenForItsEnd) {
   EXPECT_EQ(gather(open().table("t"), {0})[0], 4.0F);
 }
 
+// Two stores "a" and "b" with a table each whose log is not empty.
+class ForeignLogTest : public StoreTest {
+ protected:
+  ForeignLogTest() {
+    for (const char* name : {"a", "b"}) {
+      Store store = Store::open(directory_ / name, {.memory = 1 << 20});
+      Table table = store.create("t", {.rows = 1000, .dim = 128});
+      for (const float value : {1.0F, 2.0F}) {
+        scatter(table, range(0, 1000), std::vector<float>(128000, value + (*name == 'b' ? 10 : 0)));
+        store.commit();
+      }
+      store.abandon();
+    }
+  }
+  std::string id(std::string_view name) const {
+    const std::string text = test::file_text(directory_ / name / "embermap.json");
+    const std::string key = "\"store_id\": \"";
+    return text.substr(text.find(key) + key.size(), 32);
+  }
+  // Changes embermap.json as who does so by hand.
+  void drop_id(std::string_view name) {
+    const std::filesystem::path file = directory_ / name / "embermap.json";
+    std::string text = test::file_text(file);
+    const std::size_t at = text.find("  \"store_id\""), sum = text.rfind(",\n  \"checksum\"");
+    text = text.substr(0, sum) + "\n}\n";
+    test::write_text(file, text.erase(at, text.find('\n', at) + 1 - at));
+  }
+};
+
+TEST_F(ForeignLogTest, TheLogOfAnotherStoreIsRefusedAndNothingChanges) {
+  ASSERT_NE(id("a"), id("b"));
+  std::filesystem::copy_file(directory_ / "b" / "redo.log", directory_ / "a" / "redo.log",
+                             std::filesystem::copy_options::overwrite_existing);
+  auto before = snapshot(directory_ / "a");
+  const auto refused = [&](const auto& call) {
+    EXPECT_THAT(message_of<FormatError>(call), AllOf(HasSubstr("redo.log"), HasSubstr("belongs to store " + id("b")),
+                                                     HasSubstr("this is store " + id("a"))));
+  };
+  using Mode = StoreOptions::Mode;
+  for (const Mode mode : {Mode::kRead, Mode::kReadWrite, Mode::kOpenOrCreate})
+    for (const Durability durability : {Durability::kCommit, Durability::kNone})
+      refused([&] { Store::open(directory_ / "a", {.mode = mode, .memory = 1 << 20, .durability = durability}); });
+  refused([&] { plan_recovery(directory_ / "a"); });
+  auto after = snapshot(directory_ / "a");
+  before.erase("LOCK");
+  after.erase("LOCK");
+  EXPECT_EQ(before, after);
+}
+
+TEST_F(ForeignLogTest, LogsAndManifestsOfBeforeGetAnId) {
+  // A log without an id is taken for the store's.
+  const std::string log_id = id("a");
+  for (const std::uint64_t slot : {0U, 4096U})
+    File::open(directory_ / "a" / "redo.log", File::Mode::kReadWrite).write(slot + 64, std::string(24, '\0'));
+  EXPECT_EQ(gather(Store::open(directory_ / "a", {.mode = StoreOptions::Mode::kRead}).table("t"), {5})[0], 2.0F);
+  Store::open(directory_ / "a", {.memory = 1 << 20}).close();
+  EXPECT_NE(test::file_text(directory_ / "a" / "redo.log").substr(64, 24), std::string(24, '\0'));
+  EXPECT_EQ(id("a"), log_id);
+  // A manifest without one gets the log's.
+  const std::string other = id("b");
+  drop_id("b");
+  EXPECT_EQ(gather(Store::open(directory_ / "b", {.mode = StoreOptions::Mode::kRead}).table("t"), {5})[0], 12.0F);
+  Store::open(directory_ / "b", {.memory = 1 << 20}).close();
+  EXPECT_EQ(id("b"), other);
+  // Neither has one.
+  drop_id("b");
+  std::filesystem::remove(directory_ / "b" / "redo.log");
+  {
+    Store store = Store::open(directory_ / "b", {.memory = 1 << 20});
+    EXPECT_EQ(gather(store.table("t"), {5})[0], 12.0F);
+    EXPECT_NE(id("b"), other) << "at once";
+  }
+  EXPECT_NO_THROW(Store::open(directory_ / "b", {.memory = 1 << 20}));
+}
+
 TEST_F(StoreTest, AReaderFollowsFilesThatGetItsOwnCommit) {
   Store store = open(9000);  // pages leave memory before the commit
   Table table = store.create("t", {.rows = 1000, .dim = 128, .init = Constant{3}});
