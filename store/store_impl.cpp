@@ -870,7 +870,9 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
   if (!changed) return std::nullopt;
   PendingCommit pending{manifest_, {}};
   for (const auto& [name, table] : tables_) pending.manifest.tables.insert_or_assign(name, table->flush_and_sync());
-  ++pending.manifest.commit;
+  // Without a log a commit that failed may have left its manifest: its number is not used again, so that a mark is always of an
+  // earlier commit than the next one.
+  pending.manifest.commit = (core_->log ? manifest_.commit : core_->newest.load()) + 1;
   ++pending.manifest.revision;
   pending.manifest.time = utc_now();
   pending.manifest.note = std::move(note);
@@ -900,7 +902,11 @@ std::uint64_t Store::Impl::finish_commit(PendingCommit pending) {
   core_->commit = manifest_.commit;
   if (!core_->log) {
     for (const auto& [name, table] : tables_) table->mark_committed();
-    core_->mark.clear();
+    try {
+      core_->mark.clear();
+    } catch (const IoError&) {
+      // The commit is done. What is left is a mark of an earlier one, which says nothing.
+    }
   }
   return manifest_.commit;
 }
@@ -917,7 +923,7 @@ const TableEntry& Store::Impl::check_resizable(const TableImpl& table) const {
 
 // The steps of resize() and append() change files that the manifest describes. A crash in between is noticed as an unclean end;
 // the files fit the manifest all the same, since they are never shorter than it says: it learns of fewer rows before, of more
-// rows after.
+// rows after. Either all is done, or an error says that nothing is: what fails after the commit is left to the next opening.
 
 void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights) {
   const TableEntry& entry = check_resizable(table);
@@ -929,11 +935,17 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
 
   const auto shares_before = plan(*core_, manifest_.tables);
   commit_still(/*even_unchanged=*/false);
-  if (core_->log) {
+  if (core_->log)
     grow_logged(table, rows, weights, shares, shares_before);
-    return;
-  }
-  core_->mark.set(manifest_.commit);
+  else
+    grow_in_place(table, rows, weights, shares, shares_before);
+}
+
+void Store::Impl::grow_in_place(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights, const Shares& shares,
+                                const Shares& shares_before) {
+  const std::uint64_t before = table.rows();
+  auto last_checksum = table.last_checksum(before);
+  core_->mark.set(core_->newest);
   try {
     table.grow(rows);
   } catch (...) {
@@ -941,31 +953,61 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
     if (!table.ahead()) core_->mark.clear();
     throw;
   }
-  bool listed = false;  // the manifest may have been replaced before the call that failed
   try {
     if (!weights.empty()) table.fill(before, weights);
     set_shares(shares);
-    listed = true;
     commit_still(/*even_unchanged=*/true);
   } catch (...) {
+    if (has_committed(table)) return;
     try {
-      // The files must never be shorter than the manifest says, so that comes first. Where undoing fails as well, the store has
-      // an unclean end.
-      manifest_.tables.at(table.name()).geometry.rows = before;  // the commit may have come as far as its mark
-      if (listed) replace_manifest(manifest_);
-      table.shrink(before, table.last_checksum(before));
+      last_checksum = table.last_checksum(before);  // the page may have been written for the first time
+    } catch (const Error&) {
+    }
+    try {
+      table.shrink(before, last_checksum);
       set_shares(shares_before);
       if (!table.ahead()) core_->mark.clear();
     } catch (const Error&) {
-      manifest_.tables.at(table.name()).geometry.rows = table.rows();  // what later calls go on from
+      // The table has its old rows. Files longer than the manifest says are cut when the store is opened; the mark is there.
     }
     throw;
   }
 }
 
-void Store::Impl::grow_logged(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights,
-                              const std::map<std::string, MemoryShare>& shares,
-                              const std::map<std::string, MemoryShare>& shares_before) {
+bool Store::Impl::has_committed(const TableImpl& table) {
+  const auto there = [&]() -> std::optional<Manifest> {
+    try {
+      Manifest manifest = Manifest::load(core_->path);
+      const auto listed = manifest.tables.find(table.name());
+      if (listed == manifest.tables.end() || listed->second.geometry.rows != table.rows()) return std::nullopt;
+      return manifest;
+    } catch (const Error&) {
+      return std::nullopt;
+    }
+  };
+  auto manifest = there();
+  if (!manifest) return false;
+  // It was replaced before the call that failed, which was the sync of its directory.
+  try {
+    Manifest back = manifest_;
+    back.revision = manifest->revision;
+    replace_manifest(std::move(back));
+    return false;
+  } catch (const Error&) {
+    manifest = there();
+  }
+  if (!manifest) return false;
+  // It stays, so that is what counts. Should a loss of power bring the old one back, there is the mark.
+  manifest_ = std::move(*manifest);
+  core_->manifest_file.is_saved(manifest_.revision);
+  core_->history.add({.number = manifest_.commit, .time = manifest_.time, .note = manifest_.note});
+  core_->commit = manifest_.commit;
+  for (const auto& [name, other] : tables_) other->mark_committed();
+  return true;
+}
+
+void Store::Impl::grow_logged(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights, const Shares& shares,
+                              const Shares& shares_before) {
   const std::uint64_t before = table.rows();
   core_->log->apply_all();
   bool prepared = false;
@@ -989,30 +1031,49 @@ void Store::Impl::grow_logged(TableImpl& table, std::uint64_t rows, std::span<co
   }
 }
 
-void Store::Impl::shrink_logged(TableImpl& table, std::uint64_t rows) {
+void Store::Impl::shrink(TableImpl& table, std::uint64_t rows) {
   const std::uint64_t before = table.rows();
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;
-  const auto shares = plan(*core_, manifest.tables);
-  core_->log->apply_all();
+  const auto shares = plan(*core_, manifest.tables), shares_before = plan(*core_, manifest_.tables);
+  commit_still(/*even_unchanged=*/false);
+  if (core_->log)
+    core_->log->apply_all();
+  else
+    core_->mark.set(core_->newest);
+  const TableImpl::LastPage last = table.last_page(rows);
   bool prepared = false;
   try {
-    table.cut(rows);
+    table.cut(rows, last);
+    set_shares(shares);
     prepared = true;
     commit_still(/*even_unchanged=*/true);
   } catch (...) {
-    if (prepared && !core_->log->uncommitted(table.id())) throw;  // as in grow_logged()
-    core_->log->roll_back();
-    table.undo_cut(before);
-    throw;
+    if (core_->log) {
+      // As in grow_logged().
+      if (prepared && !core_->log->uncommitted(table.id())) throw;
+      core_->log->roll_back();
+    }
+    if (core_->log || !prepared || !has_committed(table)) {
+      try {
+        table.undo_cut(before, last);
+        set_shares(shares_before);
+        if (!core_->log && !table.ahead()) core_->mark.clear();
+      } catch (const Error&) {
+        // The table has its old rows. Where they were to be changed in place, the mark is there.
+      }
+      throw;
+    }
   }
-  // From here the table has so many rows, whatever happens to its files, which are longer.
-  core_->log->apply_all();
-  table.cut_files();
-  set_shares(shares);
+  // From here the table has so many rows, whatever happens to its files, which are longer: opening cuts them, too.
+  try {
+    if (core_->log) core_->log->apply_all();
+    table.cut_files();
+  } catch (const Error&) {
+  }
 }
 
-void Store::Impl::set_shares(const std::map<std::string, MemoryShare>& shares) {
+void Store::Impl::set_shares(const Shares& shares) {
   for (const auto& [name, table] : tables_) table->prepare_share(shares.at(name));
   for (const auto& [name, table] : tables_) table->set_share(shares.at(name));
 }
@@ -1025,22 +1086,9 @@ void Store::Impl::resize(TableImpl& table, std::uint64_t rows) {
   if (rows == before) return;
   if (rows > before) {
     grow(table, rows, {});
-    return;
+  } else {
+    shrink(table, rows);
   }
-  commit_still(/*even_unchanged=*/false);
-  if (core_->log) {
-    shrink_logged(table, rows);
-    return;
-  }
-  const auto last_checksum = table.last_checksum(rows);
-  core_->mark.set(manifest_.commit);
-  Manifest manifest = manifest_;
-  manifest.tables.at(table.name()).geometry.rows = rows;
-  const auto shares = plan(*core_, manifest.tables);
-  replace_manifest(std::move(manifest));
-  table.shrink(rows, last_checksum);
-  set_shares(shares);
-  commit_still(/*even_unchanged=*/true);
 }
 
 std::uint64_t Store::Impl::append(TableImpl& table, std::span<const std::byte> rows) {
@@ -1077,8 +1125,7 @@ void Store::Impl::materialize(TableImpl& table, const Progress& progress) {
   commit_locked(/*even_unchanged=*/false);
 }
 
-std::map<std::string, MemoryShare> Store::Impl::plan(const StoreCore& core,
-                                                     const std::map<std::string, TableEntry, std::less<>>& tables) {
+Store::Impl::Shares Store::Impl::plan(const StoreCore& core, const std::map<std::string, TableEntry, std::less<>>& tables) {
   const std::uint64_t memory = core.memory;
   const Replacement replacement = core.replacement;
   struct Need {
@@ -1137,7 +1184,7 @@ std::map<std::string, MemoryShare> Store::Impl::plan(const StoreCore& core,
     want = checked_add(want, need.want, "bytes of all tables in memory");
     ++open;
   }
-  std::map<std::string, MemoryShare> shares;
+  Shares shares;
   for (const Need& need : needs) {
     std::uint64_t bytes = 0;
     if (need.given != 0) {
@@ -1166,7 +1213,7 @@ std::map<std::string, MemoryShare> Store::Impl::plan(const StoreCore& core,
   return shares;
 }
 
-void Store::Impl::apply(const std::map<std::string, MemoryShare>& shares) {
+void Store::Impl::apply(const Shares& shares) {
   const auto still = stand_still();
   set_shares(shares);
 }

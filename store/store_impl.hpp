@@ -47,6 +47,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   const std::shared_ptr<StoreCore>& core() const noexcept { return core_; }
 
  private:
+  using Shares = std::map<std::string, MemoryShare>;
   using Tables = std::map<std::string, std::shared_ptr<TableImpl>, std::less<>>;
 
   // Opens the tables of manifest_, or their files anew.
@@ -108,18 +109,22 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   void replace_manifest(Manifest manifest);
   // Opens the log; what a crash left in it goes to the tables' files. Returns the store's manifest.
   static Manifest recover(StoreCore& core, const StoreOptions& options, Manifest manifest);
-  // grow() and shrinking where there is a log. Everything is committed.
-  void grow_logged(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights,
-                   const std::map<std::string, MemoryShare>& shares, const std::map<std::string, MemoryShare>& shares_before);
-  void shrink_logged(TableImpl& table, std::uint64_t rows);
+  // grow() with a log and without. Everything is committed.
+  void grow_logged(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights, const Shares& shares,
+                   const Shares& shares_before);
+  void grow_in_place(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights, const Shares& shares,
+                     const Shares& shares_before);
+  void shrink(TableImpl& table, std::uint64_t rows);
+  // Without a log, after a commit that failed, of what changed the number of rows of `table`. Its manifest may be there all the
+  // same: true where it stays, so that the commit counts; false where the one before is there, or is brought back.
+  bool has_committed(const TableImpl& table);
   void release() noexcept;
   // Shares of the budget for these tables, less what is kept for pages in flight. Throws BudgetError naming the tables and the
   // least that would do.
-  static std::map<std::string, MemoryShare> plan(const StoreCore& core,
-                                                 const std::map<std::string, TableEntry, std::less<>>& tables);
-  void apply(const std::map<std::string, MemoryShare>& shares);
+  static Shares plan(const StoreCore& core, const std::map<std::string, TableEntry, std::less<>>& tables);
+  void apply(const Shares& shares);
   // With all tables standing still. All of them or, when it throws, none.
-  void set_shares(const std::map<std::string, MemoryShare>& shares);
+  void set_shares(const Shares& shares);
   std::filesystem::path data_path(std::string_view name) const { return core_->path / (std::string(name) + ".npy"); }
   std::filesystem::path pages_path(std::string_view name) const { return core_->path / (std::string(name) + ".pages"); }
 

@@ -550,26 +550,54 @@ void TableImpl::undo_grow(std::uint64_t rows, bool files) {
   file_->data().resize(entry_.geometry.file_bytes());
 }
 
-void TableImpl::cut(std::uint64_t rows) {
+TableImpl::LastPage TableImpl::last_page(std::uint64_t rows) const {
+  LastPage last;
+  if (rows == 0) return last;
+  last.page = entry_.geometry.page_of(rows - 1);
+  if (core_->log) return last;  // which will have the page
+  last.cut = last_checksum(rows);
+  if (!last.cut) return last;
+  std::uint32_t whole = 0;
+  file_->ledger().read_checksums(last.page, std::span(&whole, 1));
+  last.whole = whole;
+  return last;
+}
+
+void TableImpl::cut(std::uint64_t rows, const LastPage& last) {
   release_hot();
   Geometry after = entry_.geometry;
   after.rows = rows;
+  if (!core_->log) {
+    entry_.geometry = after;
+    file_->set_geometry(after);
+    // The last page is shorter than it was: so is what its checksum covers.
+    if (!last.cut) return;
+    file_->set_ahead();
+    file_->ledger().record(last.page, *last.cut);
+    return;
+  }
   const AlignedBuffer memory(after.page_bytes());
-  PageBuffer last{after.pages() - 1, memory.data()};
+  PageBuffer page{last.page, memory.data()};
   const bool shorter = rows % after.rows_per_page != 0 && file_->written(last.page);
-  if (shorter) file_->read({&last, 1});
+  if (shorter) file_->read({&page, 1});
   entry_.geometry = after;
   file_->set_geometry(after);
   file_->write_header(table_header(schema_, after));
-  if (shorter) file_->write({&last, 1});
+  if (shorter) file_->write({&page, 1});
 }
 
-void TableImpl::undo_cut(std::uint64_t rows) noexcept {
+void TableImpl::undo_cut(std::uint64_t rows, const LastPage& last) {
   entry_.geometry.rows = rows;
   file_->set_geometry(entry_.geometry);
+  if (core_->log || !last.cut) return;
+  file_->set_ahead();
+  file_->ledger().record(last.page, *last.whole);
+  file_->sync();
 }
 
 void TableImpl::cut_files() {
+  // The header never promises more rows than the file has. With a log it has come from there.
+  if (!core_->log) file_->write_header(table_header(schema_, entry_.geometry));
   file_->ledger().resize(entry_.geometry.pages());
   file_->data().resize(entry_.geometry.file_bytes());
   file_->sync();

@@ -84,24 +84,30 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   bool ahead() const;  // the files are not those of the last commit
   // Weights of the rows [first, end of the table), none of which is in memory, as after grow(); their state is initial.
   void fill(std::uint64_t first, std::span<const std::byte> weights);
-  // More rows, fewer rows, in the files and in entry(). Everything is committed, UNCOMMITTED is set. After a failure grow()
-  // leaves the old number of rows, shrink() the new.
+  // More rows, in the files and in entry(). Everything is committed; without a log UNCOMMITTED is set. After a failure the table
+  // has the old number of rows.
   void grow(std::uint64_t rows);
+  // Takes that back without a log; has the old number of rows also when it throws.
   void shrink(std::uint64_t rows, std::optional<std::uint32_t> last_checksum);
   std::uint64_t rows() const noexcept { return entry_.geometry.rows; }
-  // What shrink() needs, read before anything is changed: the checksum of the last page when it is cut; none if it is whole then,
-  // or was never written.
+  // The checksum of the last page, read from the file, when the table has so many rows; none if that page is whole then, or was
+  // never written.
   std::optional<std::uint32_t> last_checksum(std::uint64_t rows) const;
   // Takes effect at once: hot pages that do not fit the share are given up. In two steps, so that the shares of all tables change
   // or none: prepare_share() writes what is dirty, and may fail; then nothing has changed and the other cannot.
   void prepare_share(const MemoryShare& share);
   void set_share(const MemoryShare& share) noexcept;
 
-  // The same through the redo log: cut() makes the table shorter for whoever looks, cut_files() its files after that is
-  // committed.
-  void undo_grow(std::uint64_t rows, bool files);
-  void cut(std::uint64_t rows);
-  void undo_cut(std::uint64_t rows) noexcept;
+  void undo_grow(std::uint64_t rows, bool files);  // with a log
+  // Fewer rows. cut() makes the table shorter for whoever looks, cut_files() its files after that is committed. Without a log
+  // UNCOMMITTED is set.
+  struct LastPage {  // of the table when it is cut; read before anything is changed
+    std::uint64_t page = 0;
+    std::optional<std::uint32_t> cut, whole;  // its checksum then, and as it is now, without a log: nullopt if it stays as it is
+  };
+  LastPage last_page(std::uint64_t rows) const;
+  void cut(std::uint64_t rows, const LastPage& last);
+  void undo_cut(std::uint64_t rows, const LastPage& last);
   void cut_files();
 
   // For a reader that goes on to a later commit, with stand_still(): whether the table is that of an entry; gives its files up;

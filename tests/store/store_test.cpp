@@ -860,6 +860,126 @@ TEST_P(AppendFaults, LeaveTheTableAsItWas) {
 INSTANTIATE_TEST_SUITE_P(Sizes, AppendFaults,
                          testing::Combine(testing::Values(0U, 13U), testing::Values(2U, 5000U), testing::Bool()));
 
+// From the n-th call that needs room on, the disk is full; what writes to blocks that are there works.
+class DiskFull final : public FileOps {
+ public:
+  std::atomic<int> left{1 << 30};
+  bool full() { return left.fetch_sub(1) <= 0 ? (errno = ENOSPC, true) : false; }
+  static bool is_hole(int fd, off_t offset) { return ::lseek(fd, offset, SEEK_DATA) != offset; }
+  int open(const char* path, int flags, mode_t mode) override {
+    return (flags & O_CREAT) != 0 && full() ? -1 : FileOps::open(path, flags, mode);
+  }
+  ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
+    return is_hole(fd, offset) && full() ? -1 : FileOps::pwrite(fd, buffer, bytes, offset);
+  }
+  ssize_t pwritev(int fd, const iovec* pieces, int count, off_t offset) override {
+    return is_hole(fd, offset) && full() ? -1 : FileOps::pwritev(fd, pieces, count, offset);
+  }
+  int ftruncate(int fd, off_t bytes) override {
+    struct stat status {};
+    return ::fstat(fd, &status) == 0 && bytes > status.st_size && full() ? -1 : FileOps::ftruncate(fd, bytes);
+  }
+};
+
+// A resize or an append whose n-th call fails (once, or with all after it, or the disk is full from there on) is done, or an error
+// says that it is not; with a log a commit whose record is in doubt is the exception.
+enum class Trouble : std::uint8_t { kOnce, kAlways, kFull };
+class RowFaults : public StoreTest,
+                  public testing::WithParamInterface<std::tuple<Durability, std::pair<std::uint64_t, std::uint64_t>, Trouble, bool>> {
+ protected:
+  FailAt calls_;
+  DiskFull disk_;
+  void arm(Trouble trouble, int call) {
+    calls_.once = trouble == Trouble::kOnce;
+    (trouble == Trouble::kFull ? disk_.left : calls_.left) = call;
+  }
+  bool disarm() {  // whether a call has failed
+    const bool failed = std::min(calls_.left.load(), disk_.left.load()) < 0;
+    calls_.left = disk_.left = 1 << 30;
+    return failed;
+  }
+};
+
+TEST_P(RowFaults, AreAllOrNothing) {
+  const auto [durability, sizes, trouble, crash] = GetParam();
+  const auto [from, to] = sizes;
+  const std::uint64_t added = to > from && to < 200 ? to - from : 0;  // small growth is an append
+  FileOps* const ops = trouble == Trouble::kFull ? static_cast<FileOps*>(&disk_) : &calls_;
+  const StoreOptions options{.memory = 1 << 20, .write_behind = false, .durability = durability, .file_ops = ops};
+  const auto check = [&](Table table, std::uint64_t rows) {
+    ASSERT_EQ(table.rows(), rows);
+    const std::vector<float> values = test::read_all(table);
+    for (std::uint64_t row = 0; row < rows; row += row < 200 ? 1 : 9973)
+      ASSERT_EQ(values[row * 128], row < from ? 7 : added != 0 ? 9 : 5) << row << " of " << rows;
+    ASSERT_EQ(table.verify().bad_pages, 0U);
+  };
+  int errors = 0;
+  for (int call = 0;; ++call) {
+    SCOPED_TRACE(call);
+    ASSERT_LT(call, 200);
+    std::filesystem::remove_all(path());
+    bool done = false, failed = false;
+    {
+      Store store = Store::open(path(), options);
+      Table table = store.create("t", {.rows = from, .dim = 128, .init = Constant{5}});
+      scatter(table, range(0, static_cast<std::int64_t>(from)), std::vector<float>(from * 128, 7.0F));
+      store.commit();
+      arm(trouble, call);
+      try {
+        const std::vector<float> rows(added * 128, 9.0F);
+        added != 0 ? void(table.append(std::as_bytes(std::span(rows)))) : table.resize(to);
+        done = true;
+      } catch (const IoError&) {
+        ++errors;
+      }
+      if (crash) store.abandon();  // with calls failing still
+      failed = disarm();
+      if (!crash) {
+        const bool doubtful = durability == Durability::kCommit && !done && table.rows() == to;
+        if (doubtful) {
+          EXPECT_THROW(store.commit(), CorruptError);
+          done = true;
+        }
+        check(table, done ? to : from);
+        try {
+          scatter(table, {0}, std::vector<float>(128, 7.0F));
+          store.commit();
+          if (!done && !doubtful) {
+            table.resize(to);
+            table.resize(from);
+          }
+          store.close();
+        } catch (const CorruptError& error) {
+          EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
+        }
+      }
+    }
+    StoreOptions later = options;
+    later.accept_unclean = true;
+    {
+      Store again = Store::open(path(), later);
+      const std::uint64_t rows = again.table("t").rows();
+      // A crash may leave what a call that failed has not told.
+      if (done || (!crash && rows != to)) {
+        check(again.table("t"), done ? to : from);
+      } else {
+        ASSERT_TRUE(rows == from || rows == to);
+        check(again.table("t"), rows);
+      }
+      again.close();
+    }
+    if (!failed) break;
+  }
+  EXPECT_GT(errors, 2);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Sizes, RowFaults,
+    testing::Combine(testing::Values(Durability::kCommit, Durability::kNone),
+                     testing::Values(std::pair{13U, 14U}, std::pair{13U, 100U}, std::pair{0U, 3U}, std::pair{3U, 300'000U},
+                                     std::pair{16U, 13U}, std::pair{100U, 3U}, std::pair{13U, 0U}),
+                     testing::Values(Trouble::kOnce, Trouble::kAlways, Trouble::kFull), testing::Bool()));
+
 TEST_F(StoreTest, AppendAddsRowsWithInitialState) {
   Store store = open(300'000);
   Table table =
