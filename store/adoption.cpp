@@ -47,11 +47,16 @@ std::string why_not_adopted_here(const std::filesystem::path& store, const Store
   return here == recorded ? "" : "the store was copied, unpacked or restored since the file was adopted";
 }
 
-void refuse_link(const std::filesystem::path& file) {
+void check_own_file(const std::filesystem::path& file) {
   struct stat status {};
-  if (::lstat(file.c_str(), &status) == 0 && S_ISLNK(status.st_mode))
+  if (::lstat(file.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;
+  if (S_ISLNK(status.st_mode))
     throw FormatError(
         file, "is a symbolic link, and a store's own files may not be; to have a store on another disk, link its directory");
+  throw FormatError(file, fmt::format("is {}, where the store has a file of its own", S_ISDIR(status.st_mode)    ? "a directory"
+                                                                                       : S_ISFIFO(status.st_mode) ? "a FIFO"
+                                                                                       : S_ISSOCK(status.st_mode) ? "a socket"
+                                                                                                                  : "a device"));
 }
 
 FileStamp stamp_of(const File& file) {

@@ -27,9 +27,9 @@ StoreHome home_of(const std::filesystem::path& store);
 // Why the store should not open a file that was adopted in `recorded`; empty if it may.
 std::string why_not_adopted_here(const std::filesystem::path& store, const StoreHome& recorded);
 
-// Throws FormatError if `file` is a symbolic link: a store's own files are nothing but files, or one from elsewhere could name
-// any file of the user.
-void refuse_link(const std::filesystem::path& file);
+// Throws FormatError if there is something at `file` that is no plain file: a symbolic link, with which a store from elsewhere
+// could name any file of the user, a directory, a FIFO.
+void check_own_file(const std::filesystem::path& file);
 
 // What tells that a file was changed without reading it. The device is not in it: its number is another one after a restart.
 struct FileStamp {

@@ -11,6 +11,7 @@
 
 #include "base/error.hpp"
 #include "io/checksum.hpp"
+#include "store/adoption.hpp"
 #include "store/log_format.hpp"
 
 namespace embermap {
@@ -53,6 +54,7 @@ struct Found {
 
 Found read_file(const std::filesystem::path& path, std::uint64_t last, FileOps& ops) {
   Found found;
+  check_own_file(path);
   std::string text;
   try {
     text = read_text(path, kMostFileBytes + kHistoryBytes, ops);

@@ -25,9 +25,19 @@ constexpr std::uint64_t kEncodeGrain = 64U << 10;                 // bytes of pa
 constexpr std::uint64_t kApplyShare = 8;
 // Until the log is half full it rests this many times as long as it works, so that batches find the disk free.
 constexpr int kRest = 1;
-constexpr std::uint64_t kEntryBytes = 4096;  // of the log that an entry of the index stands for, at least
+constexpr std::uint64_t kEntryBytes = 4096;  // of the limit that an entry of the index stands for, where memory is not the bound
 
 }  // namespace
+
+std::uint64_t RedoLog::entry_bytes_for(const RedoLogOptions& options) noexcept {
+  std::uint64_t fit = 1, most = options.limit / kEntryBytes + 1;  // entries: the first fits, the second may not
+  if (memory_for(most) <= options.memory) return kEntryBytes;
+  while (most - fit > 1) {
+    const std::uint64_t middle = fit + (most - fit) / 2;
+    (memory_for(middle) <= options.memory ? fit : most) = middle;
+  }
+  return std::max(kEntryBytes, options.limit / fit);
+}
 
 File RedoLog::open_file(const std::filesystem::path& path, FileOps& ops, const LogHeader& first) {
   struct stat status {};
@@ -44,6 +54,7 @@ File RedoLog::open_file(const std::filesystem::path& path, FileOps& ops, const L
 RedoLog::RedoLog(const std::filesystem::path& file, const RedoLogOptions& options, ThreadPool& compute, ThreadPool& io,
                  FileOps& ops, std::function<void(std::string_view)> save_manifest, std::uint64_t commit)
     : options_{options},
+      entry_bytes_{entry_bytes_for(options)},
       compute_{compute},
       save_manifest_{std::move(save_manifest)},
       file_{open_file(file, ops, first_header(commit, options.store))},
@@ -115,7 +126,7 @@ std::unique_lock<std::mutex> RedoLog::pause() {
   return applying;
 }
 
-std::uint64_t RedoLog::used() const { return std::max(head_ - header_.tail, index_.size() * kEntryBytes); }
+std::uint64_t RedoLog::used() const { return std::max(head_ - header_.tail, index_.size() * entry_bytes_); }
 
 void RedoLog::attach(std::uint32_t table, LogTarget& target) {
   const auto applying = pause();
@@ -315,9 +326,14 @@ bool RedoLog::uncommitted(std::uint32_t table) const {
   return touched_.contains(table);
 }
 
-std::uint64_t RedoLog::uncommitted_bytes() const {
+std::uint64_t RedoLog::uncommitted_bytes(std::uint64_t dirty_bytes) const {
+  const std::uint64_t dirty = dirty_bytes / kEntryBytes * entry_bytes_;
   const std::lock_guard lock(mutex_);
-  return std::max(head_ - epoch_, appended_ * kEntryBytes);
+  return std::max(head_ - epoch_, appended_ * entry_bytes_) + dirty;
+}
+
+std::uint64_t RedoLog::pages_at_once(std::uint64_t page_bytes) const noexcept {
+  return std::max<std::uint64_t>(1, options_.limit / 4 / std::max(page_bytes, entry_bytes_));
 }
 
 bool RedoLog::is_long() const {

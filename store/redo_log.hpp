@@ -57,6 +57,7 @@ class LogTarget {
 
 struct RedoLogOptions {
   std::uint64_t limit = 1ULL << 30;         // bytes of the log: above it, appending waits until what is committed is applied
+  std::uint64_t memory = ~0ULL;             // for memory_for() its pages: the limit counts as reached when they take so much
   std::uint64_t transfer_bytes = 4U << 20;  // memory of records under way, twice: appended and applied
   PageIoOptions io = {};
   StoreId store = {};  // whose log it is; not known: that of its header, or a new one
@@ -64,6 +65,12 @@ struct RedoLogOptions {
 
 // Thread safety: all members may be called from several threads; what must not run side by side is said at each.
 class RedoLog final : public LoggedPages {
+  struct Item {  // a page to be applied
+    std::uint64_t page, position;
+    std::uint32_t table, checksum;
+    bool in_place;
+  };
+
  public:
   struct Statistics {
     std::uint64_t log_bytes = 0;       // between the first record that may be needed and the last
@@ -84,6 +91,9 @@ class RedoLog final : public LoggedPages {
   // Opens the log of a store whose writer's lock is held, or makes it. Records of no commit are forgotten. `save_manifest` makes
   // the text of a commit the store's manifest, unless that is newer; `commit` is the store's last one, for a new log. `file`'s
   // directory, `compute`, `io` and `ops` must outlive this. Throws FormatError (damaged, another store's), IoError.
+  // Memory of this many pages: the index, and the list of those that are being applied.
+  static std::uint64_t memory_for(std::uint64_t pages) noexcept { return LogIndex::bytes_for(pages) + pages * sizeof(Item); }
+
   RedoLog(const std::filesystem::path& file, const RedoLogOptions& options, ThreadPool& compute, ThreadPool& io, FileOps& ops,
           std::function<void(std::string_view)> save_manifest, std::uint64_t commit);
   ~RedoLog() override;
@@ -115,7 +125,10 @@ class RedoLog final : public LoggedPages {
   void append_header(std::uint32_t table, std::span<const std::byte> header);
 
   bool uncommitted(std::uint32_t table) const;  // whether something of it was appended that no commit has
-  std::uint64_t uncommitted_bytes() const;      // of the limit, that is
+  // What takes of the limit: what was appended and no commit has, and these bytes of pages that are still to be appended.
+  std::uint64_t uncommitted_bytes(std::uint64_t dirty_bytes) const;
+  // How many pages of this size take a quarter of the limit.
+  std::uint64_t pages_at_once(std::uint64_t page_bytes) const noexcept;
   std::uint64_t limit() const noexcept { return options_.limit; }
   const StoreId& store() const noexcept { return store_; }  // that it belongs to, known in any case
   // Its file has become so long, mostly of holes, that it should begin anew: apply_all() while nobody appends.
@@ -164,15 +177,11 @@ class RedoLog final : public LoggedPages {
   void for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const override;
 
  private:
-  struct Item {  // a page to be applied
-    std::uint64_t page, position;
-    std::uint32_t table, checksum;
-    bool in_place;
-  };
   // The header of a log of a store that is at `commit`.
   static LogHeader first_header(std::uint64_t commit, const StoreId& store) {
     return {.id = 1, .serial = 1, .applying = commit, .applied = commit, .store = store};
   }
+  static std::uint64_t entry_bytes_for(const RedoLogOptions& options) noexcept;
   static File open_file(const std::filesystem::path& file, FileOps& ops, const LogHeader& first);
   void index_records();
   void write_record(std::uint64_t position, const AlignedBuffer& record, std::uint64_t bytes);
@@ -192,6 +201,7 @@ class RedoLog final : public LoggedPages {
   std::uint64_t used() const;                       // of the limit; with mutex_ held
 
   const RedoLogOptions options_;
+  const std::uint64_t entry_bytes_;  // of the limit that an entry of the index stands for, at least
   ThreadPool& compute_;
   const std::function<void(std::string_view)> save_manifest_;
   File file_;

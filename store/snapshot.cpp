@@ -237,7 +237,7 @@ class Snapshot {
 
   void read_marker() {
     const std::filesystem::path file = at(kSnapshotName);
-    refuse_link(file);
+    check_own_file(file);
     const auto json = nlohmann::json::parse(read_text(file, 64ULL << 20, core_.ops), nullptr, /*allow_exceptions=*/false);
     const auto number = [&](const nlohmann::json& value) {
       if (!value.is_number_unsigned()) throw FormatError(file, "is not what a half-done snapshot has; remove the directory");
@@ -282,7 +282,7 @@ class Snapshot {
   // ---- the source ----
 
   Moment look() const {
-    refuse_link(core_.path / kLogName);
+    check_own_file(core_.path / kLogName);
     Moment moment{LogView::open(core_.path / kLogName, core_.io, core_.page_io, core_.ops), Manifest::load(core_.path)};
     if (moment.view) moment.view->check_store(moment.manifest.store);
     if (moment.view && !moment.view->manifest().empty()) {
@@ -362,8 +362,8 @@ class Snapshot {
     if (entry.adopted)
       source_.check_adopted(name, entry);
     else
-      refuse_link(data);
-    refuse_link(pages);
+      check_own_file(data);
+    check_own_file(pages);
     Source source{name,
                   entry,
                   Schema(entry.dim, entry.dtype, entry.optimizer),

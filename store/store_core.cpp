@@ -203,7 +203,7 @@ void StoreCore::report(const Progress& progress, std::uint64_t done, std::uint64
 void StoreCore::bound_log() {
   if (!log) return;
   log->check_usable();
-  const std::uint64_t bytes = log->uncommitted_bytes() + dirty_bytes.load(std::memory_order_relaxed);
+  const std::uint64_t bytes = log->uncommitted_bytes(dirty_bytes.load(std::memory_order_relaxed));
   if (bytes <= log->limit() / 2) return;
   const auto store = owner.lock();
   if (!store) return;  // it is being closed

@@ -156,15 +156,14 @@ struct StoreCore {
     return std::min<std::uint64_t>(of_memory / 32, 16ULL << 20);
   }
   std::uint64_t transfer_bytes() const noexcept { return transfer_bytes(memory); }
-  // Memory of a redo log of this limit: its index, and the list of pages that are being applied.
-  static std::uint64_t memory_of_log(std::uint64_t limit) noexcept {
-    return LogIndex::bytes_for(limit / kMinPageBytes) + limit / kMinPageBytes * 32;
-  }
+  static constexpr std::uint64_t kLeastLogLimit = 128ULL << 20;  // by default
+  // Memory of a redo log of this limit.
+  static std::uint64_t memory_of_log(std::uint64_t limit) noexcept { return RedoLog::memory_for(limit / kMinPageBytes); }
   // Half of it should hold what is dirty in memory, and as much again that was evicted since the last commit: where it does not,
   // the store commits by itself all the time, and writes pages in constant use again and again. An eighth of the budget is all
   // that the log's memory may take.
   static std::uint64_t default_log_limit(std::uint64_t memory) noexcept {
-    constexpr std::uint64_t kLeast = 128ULL << 20, kMost = 128ULL << 30;
+    constexpr std::uint64_t kLeast = kLeastLogLimit, kMost = 128ULL << 30;
     std::uint64_t limit = memory > kMost ? kMost : std::clamp(4 * memory, kLeast, kMost);
     while (limit > kLeast && memory_of_log(limit) > memory / 8) limit = std::max(kLeast, limit - limit / 16);
     return limit;
@@ -174,6 +173,8 @@ struct StoreCore {
     if (!writable || durability == Durability::kNone) return 0;
     return std::min(memory / 8, memory_of_log(log_limit));
   }
+  // What it may take: small budgets do not have what a log that is of use takes, which is some 4 MiB.
+  std::uint64_t most_log_memory() const noexcept { return std::max(memory / 8, memory_of_log(kLeastLogLimit)); }
   // To be called before rows are changed, with no lock held: where what was changed since the last commit takes half of the log's
   // limit, commits, or throws LogFullError if that is not wanted.
   void bound_log();

@@ -155,7 +155,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
       if (error) throw IoError(error.value(), "opendir", absolute);
     }
     for (const std::string_view name : {kManifestName, kWriterLockName, UncommittedMark::kName, kLogName, kHistoryName})
-      refuse_link(absolute / name);
+      check_own_file(absolute / name);
     WriterLock lock;
     if (options.mode != Mode::kRead) {
       lock = WriterLock::acquire(absolute / kWriterLockName, absolute);
@@ -281,7 +281,7 @@ void Store::Impl::open_tables() {
 
 void Store::Impl::look(bool accept_unclean) {
   for (int attempt = 1;; ++attempt) {
-    refuse_link(core_->path / kLogName);
+    check_own_file(core_->path / kLogName);
     auto unlogged = std::make_unique<UnloggedView>(core_->path);  // before anything is looked at
     auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
     Manifest manifest = Manifest::load(core_->path);
@@ -373,7 +373,7 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
   ThreadPool io(1);
   Manifest::load(store);  // says what is wrong where this is no store
   plan.writer = WriterLock::is_taken(store / kWriterLockName).value_or(false);
-  refuse_link(store / kLogName);
+  check_own_file(store / kLogName);
   const auto view = LogView::open(store / kLogName, io, {}, FileOps::system());
   Manifest manifest = Manifest::load(store);  // after the log: commits go from there to here
   if (view) {
@@ -397,8 +397,9 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     core.history.load(manifest, {});
     return manifest;
   }
-  refuse_link(path);
+  check_own_file(path);
   const RedoLogOptions log_options{.limit = core.log_limit,
+                                   .memory = core.most_log_memory(),
                                    .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
                                    .io = core.page_io,
                                    .store = manifest.store};
@@ -420,8 +421,8 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     auto recovered = std::make_unique<Recovered>(Recovered{Schema(entry.dim, entry.dtype, entry.optimizer), nullptr});
     const std::filesystem::path data_path = entry.adopted ? *entry.adopted : core.path / (name + ".npy");
     // Without this file its committed pages would be lost, so that the store is not opened at all.
-    entry.adopted ? check_adopted(core, name, entry) : refuse_link(data_path);
-    refuse_link(core.path / (name + ".pages"));
+    entry.adopted ? check_adopted(core, name, entry) : check_own_file(data_path);
+    check_own_file(core.path / (name + ".pages"));
     File data = File::open(data_path, File::Mode::kReadWrite, core.ops);
     if (entry.adopted) check_header(read_npy_header(data), data_path, recovered->schema, entry, /*resized=*/false);
     PageLedger ledger = PageLedger::open(File::open(core.path / (name + ".pages"), File::Mode::kReadWrite, core.ops));
@@ -457,8 +458,8 @@ std::shared_ptr<TableImpl> Store::Impl::open_table(const std::string& name, cons
 
 std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, const TableEntry& entry) const {
   const std::filesystem::path path = entry.adopted ? *entry.adopted : data_path(name);
-  if (!entry.adopted) refuse_link(path);
-  refuse_link(pages_path(name));
+  if (!entry.adopted) check_own_file(path);
+  check_own_file(pages_path(name));
   const bool write = core_->writable && (!entry.adopted || entry.adopted_writable);
   File data = File::open(path, write ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops);
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
@@ -1121,8 +1122,13 @@ void Store::Impl::set_memory(TableImpl& table, std::uint64_t bytes) {
 void Store::Impl::materialize(TableImpl& table, const Progress& progress) {
   const auto guard = lock();
   check_writable();
-  table.materialize(progress);
-  commit_locked(/*even_unchanged=*/false);
+  // In stretches that the log has room for: initial rows are the same before and after.
+  const std::uint64_t pages = table.pages(), most = core_->log ? core_->log->pages_at_once(table.page_bytes()) : pages;
+  std::uint64_t page = 0;
+  do {
+    page = table.materialize(page, most, progress);
+    commit_locked(/*even_unchanged=*/false);
+  } while (page < pages);
 }
 
 Store::Impl::Shares Store::Impl::plan(const StoreCore& core, const std::map<std::string, TableEntry, std::less<>>& tables) {

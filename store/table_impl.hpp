@@ -65,7 +65,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // Past the hot pages (table_scan.cpp).
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field);
   void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
-  void materialize(const Progress& progress);
+  // Writes at most so many pages that were never written, of those from `first` on; returns the page that is next.
+  std::uint64_t materialize(std::uint64_t first, std::uint64_t most, const Progress& progress);
   VerifyReport verify(const Progress& progress);
   void accept(const Progress& progress);
   RepairReport repair_from(TableImpl& backup, const Progress& progress);
@@ -90,6 +91,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // Takes that back without a log; has the old number of rows also when it throws.
   void shrink(std::uint64_t rows, std::optional<std::uint32_t> last_checksum);
   std::uint64_t rows() const noexcept { return entry_.geometry.rows; }
+  std::uint64_t pages() const noexcept { return entry_.geometry.pages(); }
+  std::uint64_t page_bytes() const noexcept { return entry_.geometry.page_bytes(); }
   // The checksum of the last page, read from the file, when the table has so many rows; none if that page is whole then, or was
   // never written.
   std::optional<std::uint32_t> last_checksum(std::uint64_t rows) const;
@@ -196,6 +199,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // Calls body(step) for consecutive pages [first_page, end_page) in steps, several at a time on I/O threads (table_scan.cpp).
   struct ScanStep;
   void for_steps(std::uint64_t first_page, std::uint64_t end_page, const std::function<void(ScanStep&)>& body);
+  // Of write(), with files_ taken alone.
+  void write_some(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
   // Of the rows [first, first + count), those on a page: the first one's place in the range and on the page, and how many.
   struct PageRows {
     std::uint64_t index, slot, rows;

@@ -156,14 +156,32 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
 }
 
 void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field_name) {
-  core_->bound_log();
-  const auto lock = alone();
-  check_writable();
+  const std::uint64_t row_bytes = schema_.field(field_name).bytes;
+  // What the log has no room for at once is written in stretches, between which the store may commit.
+  do {
+    core_->bound_log();
+    const auto lock = alone();
+    check_writable();
+    check_range(name_, first, count, entry_.geometry.rows);
+    check_size(count, rows.size(), row_bytes, "rows");
+    std::uint64_t some = count;
+    if (core_->log && core_->autocommit && count != 0) {
+      const Geometry& geometry = entry_.geometry;
+      const std::uint64_t end_page = geometry.page_of(first) + core_->log->pages_at_once(geometry.page_bytes());
+      if (end_page < geometry.pages()) some = std::min(count, end_page * geometry.rows_per_page - first);
+    }
+    write_some(first, some, rows.first(some * row_bytes), field_name);
+    first += some;
+    count -= some;
+    rows = rows.subspan(some * row_bytes);
+  } while (count != 0);
+}
+
+void TableImpl::write_some(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows,
+                           std::string_view field_name) {
+  if (count == 0) return;
   const Field& field = schema_.field(field_name);
   const Geometry& geometry = entry_.geometry;
-  check_range(name_, first, count, geometry.rows);
-  check_size(count, rows.size(), field.bytes, "rows");
-  if (count == 0) return;
   keep_checksums();
   for_steps(geometry.page_of(first), geometry.page_of(first + count - 1) + 1, [&](ScanStep& step) {
     std::optional<HotPages::Hold> hold;
@@ -189,7 +207,7 @@ void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const 
   rows_written_ += count;
 }
 
-void TableImpl::materialize(const Progress& progress) {
+std::uint64_t TableImpl::materialize(std::uint64_t page, std::uint64_t most, const Progress& progress) {
   const auto lock = alone();
   check_writable();
   const Geometry& geometry = entry_.geometry;
@@ -197,14 +215,16 @@ void TableImpl::materialize(const Progress& progress) {
   std::vector<PageBuffer> fresh;
   // Pages in memory that are dirty count as written once they are in the file.
   if (hot_) hot_->flush();
-  for (std::uint64_t page = 0; page < geometry.pages();) {
+  while (page < geometry.pages() && most != 0) {
     fresh.clear();
-    for (; page < geometry.pages() && fresh.size() < scratch.pages(); ++page)
+    for (; page < geometry.pages() && fresh.size() < std::min(scratch.pages(), most); ++page)
       if (!file_->written(page)) fresh.push_back({page, scratch.page(fresh.size())});
+    most -= fresh.size();
     file_->read(fresh);
     file_->write(fresh);
     core_->report(progress, page, geometry.pages());
   }
+  return page;
 }
 
 VerifyReport TableImpl::verify(const Progress& progress) {

@@ -685,10 +685,12 @@ def open(  # noqa: A001
         log_limit: bytes, or a text, of the redo log, at least 1 MiB: what is changed between two
             commits may take half of it. None: about four times `memory`, 128 MiB to 128 GiB. It
             takes disk only as it is used. Its index takes up to 5 % as many bytes; `memory` keeps
-            them for it, but no more than an eighth: give budgets below 32 MiB a smaller log.
+            them for it, but no more than an eighth, or some 4 MiB, which budgets below 32 MiB have
+            beside them: a limit that would need more counts as reached earlier.
         autocommit: where more than that was changed, commit at the beginning of the call that would
-            change more. False: that call raises LogFullError. A single call that exceeds it is
-            done all the same.
+            change more; `Table.write` and `materialize` of more than half as much do so in
+            stretches. False: that call raises LogFullError. A single call that exceeds it is done
+            all the same.
         allow_adopted: whether tables whose data is a file from elsewhere (`Store.adopt`) are
             opened. None: if you adopted the file and the store is still the directory in which you
             did: one that was copied, unpacked from an archive or restored, or that belongs to

@@ -1,5 +1,6 @@
 // Notes of commits and the list of them: what it has after sessions, crashes and damage.
 #include <gmock/gmock.h>
+#include <sys/stat.h>
 
 #include "store/commit_history.hpp"
 #include "store/manifest.hpp"
@@ -145,6 +146,30 @@ TEST_P(Commits, LinesThatAreDamagedAreLeftOutAndReplaced) {
   EXPECT_EQ(numbers(reader), (std::vector<std::uint64_t>{1, 2, 4, 5, 6}));
   EXPECT_EQ(reader.last_commit().note, R"({"really":true})");
   EXPECT_THAT(test::file_text(history()), testing::Not(HasSubstr("\"ti)")));
+}
+
+TEST_P(Commits, AListThatIsNoFileIsNamed) {
+  {
+    Store store = open_now();
+    store.create("t", {.rows = 10, .dim = 2});
+    store.commit("{}");
+    store.close();
+  }
+  Store reader = open_now(StoreOptions::Mode::kRead);
+  for (const bool fifo : {false, true}) {
+    std::filesystem::remove(history());
+    if (fifo) {
+      ASSERT_EQ(::mkfifo(history().c_str(), 0666), 0);
+    } else {
+      std::filesystem::create_directory(history());
+    }
+    const auto wanted = testing::AllOf(HasSubstr("commits.jsonl"), HasSubstr(fifo ? "is a FIFO" : "is a directory"));
+    for (const auto mode : {StoreOptions::Mode::kRead, StoreOptions::Mode::kReadWrite})
+      EXPECT_THAT(test::message_of<FormatError>([&] { open_now(mode); }), wanted);
+    EXPECT_THAT(test::message_of<FormatError>([&] { (void)reader.commits(); }), wanted);
+  }
+  std::filesystem::remove(history());
+  EXPECT_EQ(numbers(open_now()), up_to(1, 1)) << "the last one is in the manifest";
 }
 
 // Whatever is on the disk when power is lost: the commits up to the one that the store is at, each with its note.
