@@ -122,7 +122,6 @@ void write_log_header(const File& file, const LogHeader& header) {
   }
   std::memcpy(block.data(), &stored, sizeof stored);
   file.write(header.serial % 2 * kLogBlock, block.span());
-  file.sync();
 }
 
 void seal_log_record(LogRecordHeader header, std::byte* memory, std::uint64_t bytes) {

@@ -50,7 +50,7 @@ struct LogHeader {
 std::optional<LogHeader> read_log_header(const File& file);
 // Throws FormatError naming both if `log` is another store's; either may be not known.
 void check_log_store(const std::filesystem::path& file, const StoreId& log, const StoreId& store);
-// Writes it to the slot of its serial and makes it durable.
+// Writes it to the slot of its serial. Durable after the file's next sync.
 void write_log_header(const File& file, const LogHeader& header);
 
 enum class LogRecordKind : std::uint32_t { kPages = 1, kInPlace = 2, kCommit = 3 };

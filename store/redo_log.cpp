@@ -47,6 +47,7 @@ File RedoLog::open_file(const std::filesystem::path& path, FileOps& ops, const L
   const std::vector<std::byte> zeros(kLogStart);
   file.write(0, zeros);
   write_log_header(file, first);
+  file.sync();
   sync_directory(path.parent_path(), ops);
   return file;
 }
@@ -345,7 +346,14 @@ RedoLog::Pending RedoLog::begin_commit(std::uint64_t number, std::string manifes
   if (manifest.size() > kMaxLogText)
     throw FormatError(file_.path(),
                       fmt::format("a manifest of {} bytes; a commit has room for {}", manifest.size(), kMaxLogText));
-  const std::lock_guard appending(append_mutex_);
+  std::unique_lock<std::mutex> appending;
+  for (;;) {
+    settle_id();
+    appending = std::unique_lock(append_mutex_);
+    const std::lock_guard lock(mutex_);
+    if (!id_in_doubt_) break;  // from here on the log does not begin anew
+    appending.unlock();
+  }
   check_usable();
   Pending pending;
   pending.number = number;
@@ -565,10 +573,30 @@ void RedoLog::set_header(const LogHeader& header) {
   try {
     write_log_header(file_, header);
   } catch (const IoError& error) {
+    // A full disk (of a file system that never writes in place) is no sync that failed: the other slot has the header before, and
+    // the next one goes to this slot, whatever is in it now.
+    if (error.error_number() == ENOSPC || error.error_number() == EDQUOT) throw;
+    fail(error);
+  }
+  try {
+    file_.sync();
+  } catch (const IoError& error) {
     fail(error);
   }
   const std::lock_guard lock(mutex_);
   header_ = header;
+  id_in_doubt_ = false;
+}
+
+void RedoLog::settle_id() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!id_in_doubt_) return;
+  }
+  const auto applying = pause();
+  LogHeader header = header_;
+  ++header.serial;
+  set_header(header);
 }
 
 void RedoLog::begin_anew() {
@@ -583,7 +611,16 @@ void RedoLog::begin_anew() {
   header.tail = kLogStart;
   {
     const std::lock_guard cutting(cut_);
-    set_header(header);
+    try {
+      set_header(header);
+    } catch (const IoError&) {
+      const std::lock_guard lock(mutex_);
+      if (!failure_.empty()) throw;
+      // It begins anew another time. What is in the slot may be the header of the next life, for which all records of this one are
+      // nothing: it has to be overwritten before a commit is promised.
+      id_in_doubt_ = true;
+      return;
+    }
     const std::lock_guard lock(mutex_);
     head_ = epoch_ = committed_ = kLogStart;
   }

@@ -186,7 +186,9 @@ class RedoLog final : public LoggedPages {
   void index_records();
   void write_record(std::uint64_t position, const AlignedBuffer& record, std::uint64_t bytes);
   void wait_for_room(std::uint64_t bytes);
-  void set_header(const LogHeader& header);  // with apply_mutex_ held
+  // With apply_mutex_ held. Throws IoError: with the log broken, or, where the disk is full, with all as before.
+  void set_header(const LogHeader& header);
+  void settle_id();  // makes an end of id_in_doubt_
   void publish(std::uint32_t table, std::span<const LogEntry> entries, std::uint64_t position, std::uint64_t bytes, bool in_place,
                std::uint64_t first_data, std::uint64_t page_bytes);
   [[noreturn]] void fail(const IoError& error);
@@ -234,6 +236,7 @@ class RedoLog final : public LoggedPages {
   std::string manifest_;                 // its text, until applied
   std::set<std::uint32_t> touched_;      // tables with something appended since epoch_
   std::set<std::uint32_t> in_place_;     // those with pages in place
+  bool id_in_doubt_ = false;             // the file may have the header of the next life
   std::string failure_;                  // why the log is broken
   std::exception_ptr apply_failure_;     // why the last applying ended early
   std::uint64_t applies_ = 0;            // how many have ended

@@ -162,8 +162,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void make_file(File data, PageLedger ledger);
   void keep_checksums();  // if the share has room for them: from then on every page read is verified
   StepScalars next_step(std::optional<double> lr) const;  // throws InvalidArgument for an lr that cannot be
-  // Applies what the log has of committed pages; nothing is applied while the result lives.
-  std::unique_lock<std::mutex> settle();
+  // Applies what the log has of committed pages. With files_ taken alone: then nothing of the table is applied afterwards.
+  void settle();
   // Compares written pages with their checksums and calls bad(page, mark) for each that is none; files_ must be taken alone.
   using Bad = std::function<void(std::uint64_t, const PageMark&)>;
   VerifyReport find_bad(const Progress& progress, const Bad& bad);

@@ -230,15 +230,16 @@ std::uint64_t TableImpl::materialize(std::uint64_t page, std::uint64_t most, con
 VerifyReport TableImpl::verify(const Progress& progress) {
   const auto lock = alone();
   if (hot_ && writable()) hot_->flush();
-  const auto paused = settle();
+  settle();
   return find_bad(progress, [](std::uint64_t, const PageMark&) {});
 }
 
-std::unique_lock<std::mutex> TableImpl::settle() {
-  if (!core_->log) return {};
-  // What is committed is checked where it belongs; what is not, in the log.
+void TableImpl::settle() {
+  if (!core_->log) return;
+  // What is committed is checked where it belongs; what is not, in the log. A commit begins with all tables standing still, so that
+  // none does while this one is held: the log has nothing to apply to it until then, and need not be kept from applying.
   if (!core_->log->broken()) core_->log->apply_all();
-  return core_->log->pause();
+  (void)core_->log->pause();  // what was under way when the log broke has ended
 }
 
 VerifyReport TableImpl::find_bad(const Progress& progress, const Bad& bad) {
@@ -311,7 +312,7 @@ void TableImpl::accept(const Progress& progress) {
   if (!core_->writable) check_writable();
   file_->ledger().forget_damage();  // dirty pages have to find room for their checksums
   if (hot_) hot_->flush();
-  const auto paused = settle();
+  settle();
   seal_all(progress);
 }
 
@@ -364,7 +365,7 @@ RepairReport TableImpl::repair_from(TableImpl& backup, const Progress& progress)
   // such pages would count as good.
   if (!file_->ledger().adopted()) file_->ledger().forget_damage();
   if (hot_) hot_->flush();
-  const auto paused = settle();
+  settle();
   RepairReport report;
   const AlignedBuffer memory(2 * geometry.page_bytes());
   PageBuffer here{0, memory.data()}, there{0, memory.data() + geometry.page_bytes()};

@@ -1388,6 +1388,82 @@ TEST_F(StoreTest, TheIndexOfALongLogStaysInItsShareOfMemory) {
   EXPECT_EQ(back.back(), std::byte{1});
 }
 
+// When armed, the disk is full for the n-th header of redo.log and those after it; what is written may be there all the same.
+class LogHeadersFull final : public FileOps {
+ public:
+  std::atomic<int> left{1 << 30};
+  std::atomic<bool> lands{false};
+  int open(const char* path, int flags, mode_t mode) override {
+    const int fd = FileOps::open(path, flags, mode);
+    if (fd >= 0 && std::string_view(path).ends_with("redo.log")) log_ = fd;
+    return fd;
+  }
+  ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
+    if (fd != log_ || offset >= 8192 || left.fetch_sub(1) > 0) return FileOps::pwrite(fd, buffer, bytes, offset);
+    if (lands) EXPECT_EQ(FileOps::pwrite(fd, buffer, bytes, offset), static_cast<ssize_t>(bytes));
+    return errno = ENOSPC, -1;
+  }
+
+ private:
+  std::atomic<int> log_{-1};
+};
+
+TEST_F(StoreTest, ALogWhoseHeaderFoundTheDiskFullGoesOnWhenThereIsRoom) {
+  for (const bool lands : {false, true})
+    for (int header = 0; header < 4; ++header) {
+      SCOPED_TRACE(testing::Message() << "header " << header << (lands ? ", written all the same" : ""));
+      std::filesystem::remove_all(path());
+      LogHeadersFull ops;
+      ops.lands = lands;
+      {
+        Store store = Store::open(path(), {.memory = 1 << 20, .io = IoEngine::kThreads, .direct = false, .file_ops = &ops});
+        Table table = store.create("t", {.rows = 100, .dim = 128});
+        scatter(table, range(0, 100), std::vector<float>(12800, 1.0F));
+        store.commit();
+        ops.left = header;
+        if (header < 2) {  // "applying", and then the tail
+          EXPECT_THAT(message_of<IoError>([&] { store.checkpoint(); }), HasSubstr("No space left"));
+        } else {  // the log cannot begin anew, which nobody needs
+          EXPECT_NO_THROW(store.checkpoint());
+        }
+        scatter(table, {5}, std::vector<float>(128, 2.0F));
+        if (header == 2) {
+          EXPECT_THAT(message_of<IoError>([&] { store.commit(); }), HasSubstr("No space left"));
+        } else {
+          store.commit();
+        }
+        ops.left = 1 << 30;
+        scatter(table, {6}, std::vector<float>(128, 3.0F));
+        store.commit();
+        if (lands) {
+          store.abandon();
+        } else {
+          store.checkpoint();
+          store.close();
+        }
+      }
+      Store again = open(1 << 20);
+      EXPECT_EQ(gather(again.table("t"), {4, 5, 6})[0], 1.0F);
+      EXPECT_EQ(gather(again.table("t"), {5})[0], 2.0F);
+      EXPECT_EQ(gather(again.table("t"), {6})[0], 3.0F);
+      EXPECT_EQ(again.table("t").verify().bad_pages, 0U);
+    }
+}
+
+TEST_F(StoreTest, TheLogIsAppliedWhileATableIsVerified) {
+  Store store = open(1 << 20);
+  Table table = store.create("t", {.rows = 1000, .dim = 128});
+  scatter(table, range(0, 1000), std::vector<float>(128000, 1.0F));
+  store.commit();
+  bool applied = false;
+  std::future<void> checkpoint;
+  table.verify([&](std::uint64_t, std::uint64_t) {
+    if (!checkpoint.valid()) checkpoint = std::async(std::launch::async, [&] { store.checkpoint(); });
+    applied = applied || checkpoint.wait_for(std::chrono::seconds(10)) == std::future_status::ready;
+  });
+  EXPECT_TRUE(applied);
+}
+
 // Two stores "a" and "b" with a table each whose log is not empty.
 class ForeignLogTest : public StoreTest {
  protected:
