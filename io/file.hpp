@@ -87,7 +87,7 @@ class File {
   // fsync: its times as well, so that they are not older after a loss of power. Where a file system has no such sync (EINVAL)
   // there is nothing to do.
   void sync_all() const;
-  void close();       // throws IoError where the system reports a late failure; the descriptor is gone either way
+  void close();  // throws IoError where the system reports a late failure; the descriptor is gone either way
 
   FileOps& ops() const noexcept { return *ops_; }
 

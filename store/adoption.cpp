@@ -54,9 +54,9 @@ void check_own_file(const std::filesystem::path& file) {
     throw FormatError(
         file, "is a symbolic link, and a store's own files may not be; to have a store on another disk, link its directory");
   throw FormatError(file, fmt::format("is {}, where the store has a file of its own", S_ISDIR(status.st_mode)    ? "a directory"
-                                                                                       : S_ISFIFO(status.st_mode) ? "a FIFO"
-                                                                                       : S_ISSOCK(status.st_mode) ? "a socket"
-                                                                                                                  : "a device"));
+                                                                                      : S_ISFIFO(status.st_mode) ? "a FIFO"
+                                                                                      : S_ISSOCK(status.st_mode) ? "a socket"
+                                                                                                                 : "a device"));
 }
 
 FileStamp stamp_of(const File& file) {
@@ -69,8 +69,8 @@ FileStamp stamp_of(const File& file) {
 std::string what_changed(const FileStamp& then, const FileStamp& now) {
   std::string changed;
   const auto add = [&](const std::string& what) { changed += (changed.empty() ? "" : ", ") + what; };
-  const bool archived = now.inode != then.inode && now.modified_ns % kSecond == 0 && then.modified_ns > now.modified_ns &&
-                        then.modified_ns - now.modified_ns < kSecond;
+  const bool archived =
+      now.modified_ns % kSecond == 0 && then.modified_ns > now.modified_ns && then.modified_ns - now.modified_ns < kSecond;
   if (now.modified_ns != then.modified_ns && !archived)
     add(fmt::format("modified {} -> {}", time_text(then.modified_ns), time_text(now.modified_ns)));
   if (now.bytes != then.bytes) add(fmt::format("{} -> {} bytes", then.bytes, now.bytes));

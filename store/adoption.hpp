@@ -42,9 +42,9 @@ struct FileStamp {
 // Of an open file. Throws IoError.
 FileStamp stamp_of(const File& file);
 
-// What was changed between the two, as "modified 2031-05-06T07:08:09.123456789Z -> ..., 4096 -> 5000 bytes"; empty: nothing, as far
-// as this tells. Size and time decide. Another inode alone is a copy that kept its time (cp -p, rsync, a restored backup) and is
-// taken for the same file, also where an archive had room for whole seconds only (tar).
+// What was changed between the two, as "modified 2031-05-06T07:08:09.123456789Z -> ..., 4096 -> 5000 bytes"; empty: nothing, as
+// far as this tells. Size and time decide. Another inode alone is a copy that kept its time (cp -p, rsync, a restored backup) and
+// is taken for the same file, also where an archive had room for whole seconds only (tar).
 std::string what_changed(const FileStamp& then, const FileStamp& now);
 
 }  // namespace embermap

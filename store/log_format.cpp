@@ -98,9 +98,10 @@ std::optional<LogHeader> read_log_header(const File& file) {
 
 void check_log_store(const std::filesystem::path& file, const StoreId& log, const StoreId& store) {
   if (!log.known() || !store.known() || log == store) return;
-  throw FormatError(file, fmt::format("is the redo log of another store: it belongs to store {}, and this is store {}. Bring this "
-                                      "store's own log back, or move this one away to go on without",
-                                      log.text(), store.text()));
+  throw FormatError(file,
+                    fmt::format("is the redo log of another store: it belongs to store {}, and this is store {}. Bring this "
+                                "store's own log back, or move this one away to go on without",
+                                log.text(), store.text()));
 }
 
 void write_log_header(const File& file, const LogHeader& header) {

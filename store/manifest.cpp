@@ -370,7 +370,7 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
   if (top.has("store_id")) {
     const auto store = StoreId::parse(top.text("store_id"));
     if (!store) top.fail(fmt::format("has a 'store_id' that is not 32 hexadecimal digits: {}", shown(top.at("store_id"))));
-    manifest.store = *store;
+    manifest.store_id = *store;
   }
   // Version 1 had neither revisions nor numbers of tables.
   if (version > 1) {
@@ -406,7 +406,7 @@ std::string Manifest::text() const {
   Json json{{"format", kFormatName}, {"version", kFormatVersion}, {"commit", commit}};
   if (!time.empty()) json["time"] = time;
   if (!note.empty()) json["note"] = Json::parse(note);
-  if (store.known()) json["store_id"] = store.text();
+  if (store_id.known()) json["store_id"] = store_id.text();
   json["revision"] = revision;
   json["next_id"] = next_id;
   json["tables"] = Json::object();

@@ -86,8 +86,8 @@ class PageFile final : public LogTarget {
   // Makes what was written durable: data first, then the ledger. A sync that failed is not tried again: the system may have given
   // up the pages it could not write, and a second one would succeed without them. From then on this throws.
   void sync();
-  // What others changed in an adopted file counts as accepted with the next sync(): the file is as embermap left it then. Until that
-  // it is told of when the store is opened again, also if pages were written here since.
+  // What others changed in an adopted file counts as accepted with the next sync(): the file is as embermap left it then. Until
+  // that it is told of when the store is opened again, also if pages were written here since.
   void accept_changes();
   // True if a write has not been synced.
   bool ahead() const noexcept { return ahead_.load(); }
@@ -141,9 +141,9 @@ class PageFile final : public LogTarget {
   void note_unfinished(std::span<const PageBuffer> pages) noexcept;  // as seal_unfinished(), of pages in place
   void seal_pages(std::span<const std::uint64_t> pages, bool forget_unreadable);
   // An adopted file's stamp, which tells whether others changed it: what is written here changes it, too.
-  void note_writing();     // before the file is written to
-  bool writing() const;    // since the stamp was recorded
-  void record_stamp();     // after the sync of what was written
+  void note_writing();   // before the file is written to
+  bool writing() const;  // since the stamp was recorded
+  void record_stamp();   // after the sync of what was written
   // After a write that failed: of the pages it had not finished, some may be in the file in part, which their checksums, still
   // those of before, would call damage. They get the checksum of what the file has.
   void seal_unfinished(std::span<const PageBuffer> pages, std::span<const std::uint8_t> done) noexcept;
@@ -170,8 +170,8 @@ class PageFile final : public LogTarget {
   std::atomic<bool> ahead_{false};
   std::atomic<bool> sync_failed_{false};
   mutable std::mutex stamp_mutex_;
-  bool writing_ = false;            // to an adopted file, since its stamp was recorded
-  std::optional<FileStamp> stays_;  // its stamp, where others changed the file before it was written to here
+  bool writing_ = false;             // to an adopted file, since its stamp was recorded
+  std::optional<FileStamp> stays_;   // its stamp, where others changed the file before it was written to here
   std::unique_ptr<PageIo> page_io_;  // none once closed
 };
 

@@ -7,9 +7,9 @@
 //         u64 offset of the checksums, u64 XXH3-64 of the 32 bytes before it; for an adopted file what it was like when the
 //         checksums were written: u64 bytes, i64 nanoseconds since 1970 when it was modified, u64 inode, u64 XXH3-64 of these 24
 //         bytes (zeros: not known). Bits and checksums lie in sectors of 512 bytes: 508 of content and the content's own checksum
-//         (sector_checksum). A crash leaves whole sectors, old or new; one that does not match is damage. Bit p is bit p % 8 of byte p / 8 of the bits' content. A checksum is the low half of XXH3-64 over
-//         the page's bytes in the .npy (the last page: up to the end of the last record), 1 where that is 0; 0 means that none
-//         was recorded.
+//         (sector_checksum). A crash leaves whole sectors, old or new; one that does not match is damage. Bit p is bit p % 8 of
+//         byte p / 8 of the bits' content. A checksum is the low half of XXH3-64 over the page's bytes in the .npy (the last
+//         page: up to the end of the last record), 1 where that is 0; 0 means that none was recorded.
 //
 // Version 1 had no checksums of sectors: 512 bytes of content each. It is read, and rewritten by the first writer that opens it.
 #pragma once

@@ -616,8 +616,8 @@ void RedoLog::begin_anew() {
     } catch (const IoError&) {
       const std::lock_guard lock(mutex_);
       if (!failure_.empty()) throw;
-      // It begins anew another time. What is in the slot may be the header of the next life, for which all records of this one are
-      // nothing: it has to be overwritten before a commit is promised.
+      // It begins anew another time. What is in the slot may be the header of the next life, for which all records of this one
+      // are nothing: it has to be overwritten before a commit is promised.
       id_in_doubt_ = true;
       return;
     }

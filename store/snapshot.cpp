@@ -284,7 +284,7 @@ class Snapshot {
   Moment look() const {
     check_own_file(core_.path / kLogName);
     Moment moment{LogView::open(core_.path / kLogName, core_.io, core_.page_io, core_.ops), Manifest::load(core_.path)};
-    if (moment.view) moment.view->check_store(moment.manifest.store);
+    if (moment.view) moment.view->check_store(moment.manifest.store_id);
     if (moment.view && !moment.view->manifest().empty()) {
       Manifest committed = Manifest::parse(moment.view->manifest(), core_.path / kLogName);
       if (committed.revision > moment.manifest.revision) moment.manifest = std::move(committed);
@@ -589,7 +589,7 @@ class Snapshot {
       if (!commits.empty()) replace_file(at(kHistoryName), history_text(commits), core_.ops);
       Manifest manifest = moment.manifest;
       manifest.unfinished.clear();
-      manifest.store = StoreId::random();  // a store of its own
+      manifest.store_id = StoreId::random();  // a store of its own
       for (auto& [name, entry] : manifest.tables) {
         if (!entry.adopted) continue;
         entry.adopted.reset();

@@ -21,6 +21,7 @@
 #include <mutex>
 
 #include "store/store.hpp"
+#include "store/page_ledger.hpp"
 #include "store/store_core.hpp"
 
 namespace embermap {

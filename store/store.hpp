@@ -67,8 +67,8 @@ struct StoreOptions {
   std::optional<bool> direct = {};  // past the page cache (O_DIRECT); what is refused falls back
   Durability durability = Durability::kCommit;
   // Bytes of redo log: what is changed between two commits takes at most half of it, before the store commits by itself
-  // (autocommit), at the beginning of a call that changes rows, or that call throws LogFullError. A single call may exceed it; one
-  // that writes or materializes more than a quarter is done in stretches, before each of which the store may commit. 0: about
+  // (autocommit), at the beginning of a call that changes rows, or that call throws LogFullError. A single call may exceed it;
+  // one that writes or materializes more than a quarter is done in stretches, before each of which the store may commit. 0: about
   // four times `memory`, at least 128 MiB and at most 128 GiB. The log takes disk only as it is used. At least 1 MiB. Its index
   // takes up to 5 % of this many bytes; `memory` keeps as much for it, but no more than an eighth, or some 4 MiB, which budgets
   // below 32 MiB have beside them: a limit that would need more counts as reached earlier.

@@ -209,8 +209,8 @@ void StoreCore::bound_log() {
   if (!store) return;  // it is being closed
   if (!autocommit)
     throw LogFullError(
-        fmt::format("store {}: {} bytes were changed since the last commit; the redo log's limit ({}) allows for half of "
-                    "it. commit() more often, raise log_limit, or let the store commit by itself (autocommit)",
+        fmt::format("store {}: what was changed since the last commit takes {} bytes of the redo log's limit ({}), more than "
+                    "half. commit() more often, raise log_limit, or let the store commit by itself (autocommit)",
                     printable(path), bytes, format_size(log->limit())));
   store->commit({});
 }

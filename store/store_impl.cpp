@@ -74,7 +74,7 @@ void check_header(const NpyHeader& header, const std::filesystem::path& file, co
 Manifest newer_manifest(Manifest manifest, std::string_view in_log, const std::filesystem::path& store) {
   Manifest committed = Manifest::parse(in_log, store / kLogName);
   if (committed.revision <= manifest.revision) return manifest;
-  if (!committed.store.known()) committed.store = manifest.store;  // a commit of before
+  if (!committed.store_id.known()) committed.store_id = manifest.store_id;  // a commit of before
   return committed;
 }
 
@@ -165,7 +165,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     }
     Manifest manifest;
     if (options.mode == Mode::kOpenOrCreate && !is_store(absolute)) {
-      manifest.store = StoreId::random();
+      manifest.store_id = StoreId::random();
       manifest.save(absolute, ops);
       sync_directory(absolute.parent_path().empty() ? "." : absolute.parent_path(), ops);
     } else {
@@ -186,9 +186,9 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
       impl->look(options.accept_unclean);
       return impl;
     }
-    if (!impl->manifest_.store.known()) {  // one of before
+    if (!impl->manifest_.store_id.known()) {  // one of before
       Manifest numbered = impl->manifest_;
-      numbered.store = core->log ? core->log->store() : StoreId::random();
+      numbered.store_id = core->log ? core->log->store() : StoreId::random();
       impl->replace_manifest(std::move(numbered));
     }
     if (options.allow_adopted == true) impl->take_adopted();
@@ -285,7 +285,7 @@ void Store::Impl::look(bool accept_unclean) {
     auto unlogged = std::make_unique<UnloggedView>(core_->path);  // before anything is looked at
     auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
     Manifest manifest = Manifest::load(core_->path);
-    if (view) view->check_store(manifest.store);
+    if (view) view->check_store(manifest.store_id);
     if (view && !view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), core_->path);
     core_->unclean = UncommittedMark::present(core_->path, manifest.commit);
     if (core_->unclean && !accept_unclean)
@@ -332,12 +332,12 @@ void Store::Impl::checkpoint() {
 SnapshotReport Store::Impl::snapshot(const std::filesystem::path& destination, const Progress& progress) {
   core_->check_usable();
   const std::lock_guard one(snapshot_mutex_);
-  SnapshotSource source{.core = *core_,
-                        .pause = {},
-                        .check_adopted = [this](const std::string& name,
-                                                const TableEntry& entry) { check_adopted(*core_, name, entry); },
-                        .check_unchanged = [this](const std::string& name, const TableEntry& entry, const File& data,
-                                                  const PageLedger& ledger) { check_unchanged(*core_, name, entry, data, ledger); }};
+  SnapshotSource source{
+      .core = *core_,
+      .pause = {},
+      .check_adopted = [this](const std::string& name, const TableEntry& entry) { check_adopted(*core_, name, entry); },
+      .check_unchanged = [this](const std::string& name, const TableEntry& entry, const File& data,
+                                const PageLedger& ledger) { check_unchanged(*core_, name, entry, data, ledger); }};
   auto guard = lock();
   if (!core_->writable || core_->log) {
     guard.unlock();
@@ -377,7 +377,7 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
   const auto view = LogView::open(store / kLogName, io, {}, FileOps::system());
   Manifest manifest = Manifest::load(store);  // after the log: commits go from there to here
   if (view) {
-    view->check_store(manifest.store);
+    view->check_store(manifest.store_id);
     if (!view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), store);
     plan.log_bytes = view->bytes();
     for (const auto& [name, entry] : manifest.tables) {
@@ -402,7 +402,7 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
                                    .memory = core.most_log_memory(),
                                    .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
                                    .io = core.page_io,
-                                   .store = manifest.store};
+                                   .store = manifest.store_id};
   core.log = std::make_unique<RedoLog>(
       path, log_options, core.compute, core.io, core.ops, [&core](std::string_view text) { core.manifest_file.save_text(text); },
       manifest.commit);
@@ -928,7 +928,6 @@ const TableEntry& Store::Impl::check_resizable(const TableImpl& table) const {
 
 void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights) {
   const TableEntry& entry = check_resizable(table);
-  const std::uint64_t before = entry.geometry.rows;
   make_geometry(rows, entry.geometry.stride, 1, false, entry.page_bytes);  // throws if a file cannot hold so many
   Manifest manifest = manifest_;
   manifest.tables.at(table.name()).geometry.rows = rows;

@@ -21,7 +21,8 @@ constexpr std::uint64_t kRows = 16, kDim = 256;  // four pages
 
 std::string npy(float value) {
   const std::vector<float> rows(kRows * kDim, value);
-  return format_npy_header("<f4", {}, 0, {kRows, kDim}, 0) + std::string(reinterpret_cast<const char*>(rows.data()), rows.size() * 4);
+  return format_npy_header("<f4", {}, 0, {kRows, kDim}, 0) +
+         std::string(reinterpret_cast<const char*>(rows.data()), rows.size() * 4);
 }
 
 // The kernel's times move in steps of a few milliseconds.

@@ -199,11 +199,8 @@ int PowerLoss::open(const char* path, int flags, mode_t mode) {
     const Inode inode = ++last_;
     known_[identity] = inode;
     entries_[*entry] = inode;
-    changes_.push_back({.kind = Kind::kCreate,
-                        .inode = inode,
-                        .modified = modified_of(status),
-                        .folder = entry->folder,
-                        .name = entry->name});
+    changes_.push_back(
+        {.kind = Kind::kCreate, .inode = inode, .modified = modified_of(status), .folder = entry->folder, .name = entry->name});
   } else if (entry && !entries_.contains(*entry)) {
     known_[identity] = adopt(*entry, path);
   } else if (entry) {
@@ -260,10 +257,8 @@ int PowerLoss::ftruncate(int fd, off_t bytes) {
   if (inode && refused(/*interruptible=*/true)) return -1;
   const int result = FileOps::ftruncate(fd, bytes);
   if (result == 0 && inode)
-    changes_.push_back({.kind = Kind::kResize,
-                        .inode = *inode,
-                        .offset = static_cast<std::uint64_t>(bytes),
-                        .modified = modified_of(fd)});
+    changes_.push_back(
+        {.kind = Kind::kResize, .inode = *inode, .offset = static_cast<std::uint64_t>(bytes), .modified = modified_of(fd)});
   return result;
 }
 

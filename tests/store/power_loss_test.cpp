@@ -5,9 +5,11 @@
 #include <gtest/gtest.h>
 
 #include <cerrno>
+#include <chrono>
 #include <functional>
 #include <set>
 #include <string>
+#include <thread>
 
 #include "tests/store/store_fixture.hpp"
 
@@ -196,6 +198,33 @@ TEST_F(PowerLossTest, WhatASyncThatFailedWasToSaveStaysInDoubt) {
   sync_directory(live(), loss);
   EXPECT_THAT(outcomes(loss, loss.count()), Contains(Files{}));
   EXPECT_GT(outcomes(loss, loss.count()).size(), 1U);
+}
+
+TEST_F(PowerLossTest, TimesOfFilesAreSafeAfterFsyncAlone) {
+  write_text(at("m"), "old");
+  PowerLoss loss(live());
+  const auto time_of = [](const std::filesystem::path& file) { return std::filesystem::last_write_time(file); };
+  const auto times = [&] {
+    std::set<std::filesystem::file_time_type> found;
+    PowerLoss::Disk disk(loss);
+    for (const Kept kept : {Kept::kNothing, Kept::kEverything, Kept::kMetadata, Kept::kData, Kept::kTornLast, Kept::kRandom}) {
+      disk.make(loss.count(), kept, 0, after());
+      found.insert(time_of(after() / "m"));
+    }
+    return found;
+  };
+  const auto before = time_of(at("m"));
+  EXPECT_THAT(times(), UnorderedElementsAre(before));
+  std::this_thread::sleep_for(std::chrono::milliseconds(12));  // the kernel's times move in steps
+  const File file = File::open(at("m"), File::Mode::kReadWrite, loss);
+  file.write(0, "new");
+  const auto written = time_of(at("m"));
+  ASSERT_NE(before, written);
+  EXPECT_THAT(times(), UnorderedElementsAre(before, written));
+  file.sync();
+  EXPECT_THAT(times(), UnorderedElementsAre(before, written)) << "data and size are safe";
+  file.sync_all();
+  EXPECT_THAT(times(), UnorderedElementsAre(written));
 }
 
 TEST_F(PowerLossTest, FaultsComeOnceAtTheCallAskedFor) {

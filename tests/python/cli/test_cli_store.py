@@ -323,6 +323,20 @@ def test_verify_repairs_from_a_backup_and_accepts(cli: Embermap, tmp_path: Path)
     assert cli("verify", "t", "--repair-from", "backup", "--accept", cwd=tmp_path).code == 2
 
 
+def test_verify_accepts_an_adopted_file_that_was_changed(cli: Embermap, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.ones((1000, 16), np.float32))
+    cli.ok("import", "a.npy", "t/x", "--in-place", cwd=tmp_path)
+    cli.ok("verify", "t", cwd=tmp_path)
+    time.sleep(0.02)  # times of files move in steps
+    np.save(tmp_path / "a.npy", np.full((1000, 16), 2, np.float32))
+    for command in (["verify", "t"], ["export", "t/x", "b.npy"], ["verify", "t/x"]):
+        cli.fails(*command, cwd=tmp_path, says=["a.npy", "other than embermap", "verify --accept"])
+    assert "0 pages accepted" in cli.ok("verify", "t/x", "--accept", cwd=tmp_path).out
+    assert "16 verified, 0 bad" in cli.ok("verify", "t", cwd=tmp_path).out
+    cli.ok("export", "t/x", "b.npy", cwd=tmp_path)
+    assert np.all(np.load(tmp_path / "b.npy") == 2)
+
+
 def test_materialize_writes_initial_rows(cli: Embermap, tmp_path: Path) -> None:
     options = ["--init", "normal", "--seed", "5"]
     cli.ok("create", "t/x", *SHAPE, *options, "--optimizer", "adagrad", cwd=tmp_path)
