@@ -95,18 +95,16 @@ std::uint64_t PageFile::count_written() const {
   return count;
 }
 
-void PageFile::read(std::span<PageBuffer> pages, const Meanwhile& also) {
-  if (pages.empty() && also.count == 0) return;
+void PageFile::read(std::span<PageBuffer> pages) {
+  if (pages.empty()) return;
   sort_by_page(pages);
-  if (logged_ == nullptr) {
-    read_now(pages, also);
-    return;
-  }
-  bool again = false;
-  logged_->reading([&] { read_now(pages, std::exchange(again, true) ? Meanwhile{} : also); });
+  if (logged_ == nullptr)
+    read_now(pages);
+  else
+    logged_->reading([&] { read_now(pages); });
 }
 
-void PageFile::read_now(std::span<const PageBuffer> pages, const Meanwhile& also) {
+void PageFile::read_now(std::span<const PageBuffer> pages) {
   std::vector<LoggedVersion> versions(pages.size());
   if (logged_ != nullptr && !logged_->empty()) {
     std::vector<std::uint64_t> numbers(pages.size());
@@ -145,14 +143,11 @@ void PageFile::read_now(std::span<const PageBuffer> pages, const Meanwhile& also
     generate(page.page * geometry_.rows_per_page, rows, page.memory);
     std::memset(page.memory + rows * geometry_.stride, 0, (geometry_.rows_per_page - rows) * geometry_.stride);
   };
-  // First the pages that were never written, then what the caller wants done.
-  const std::uint64_t page_grain = std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes());
-  const Meanwhile meanwhile{.count = fresh.size() + also.count,
-                            .grain = also.count == 0 ? page_grain : std::min(page_grain, std::max<std::uint64_t>(also.grain, 1)),
+  const Meanwhile meanwhile{.count = fresh.size(),
+                            .grain = std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
                             .pool = &compute_,
                             .body = [&](std::uint64_t begin, std::uint64_t end) {
-                              for (; begin < end && begin < fresh.size(); ++begin) generate_page(fresh[begin]);
-                              if (begin < end) also.body(begin - fresh.size(), end - fresh.size());
+                              for (; begin < end; ++begin) generate_page(fresh[begin]);
                             }};
   const std::vector<IoPiece> pieces = pieces_of(written);
   const Stopwatch watch(counters_.read_nanoseconds);

@@ -63,9 +63,9 @@ class PageFile final : public LogTarget {
 
   // Fills the buffers (their order is changed: sorted by page; no page twice). Written pages are read, neighbours in one request,
   // many requests at once, and compared with their checksum where that is in memory; the others are generated meanwhile. Bytes
-  // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). `also` is work to
-  // be done in the meantime; it is done when this returns. Throws IoError, FormatError (truncated), CorruptError naming the rows.
-  void read(std::span<PageBuffer> pages, const Meanwhile& also = {});
+  // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). Throws IoError,
+  // FormatError (truncated), CorruptError naming the rows.
+  void read(std::span<PageBuffer> pages);
   // Writes the buffers (their order is changed) with their checksums. Durable after sync(), or with the log's next commit. After
   // a failure each page holds its old bytes, its new ones, or the first of these and the rest of those, and can be read.
   void write(std::span<PageBuffer> pages);
@@ -129,7 +129,7 @@ class PageFile final : public LogTarget {
   CorruptError damaged(std::uint64_t page, std::string_view how) const;
   PageIo& io() const;
   std::vector<IoPiece> pieces_of(std::span<const PageBuffer> pages) const;
-  void read_now(std::span<const PageBuffer> pages, const Meanwhile& also);
+  void read_now(std::span<const PageBuffer> pages);
   // `recorded(page, checksum)` for each page as it is written, on several threads at once.
   using Recorded = std::function<void(std::uint64_t, std::uint32_t)>;
   void write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded);
