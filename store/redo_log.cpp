@@ -92,7 +92,7 @@ void RedoLog::index_records() {
         throw FormatError(file_.path(), fmt::format("pages of table {} have {} bytes at byte {} and {} before", table,
                                                     record.header.page_bytes, record.header.position, known->second));
     }
-    publish(table, record.entries, record.header.position, 0, in_place, record.data(0), record.header.page_bytes);
+    publish(record, 0);
   });
   if (const auto lost = commit_behind(file_, header_, end))
     throw FormatError(file_.path(),
@@ -224,15 +224,16 @@ void RedoLog::write_record(std::uint64_t position, const AlignedBuffer& record, 
   io_.write({&piece, 1});
 }
 
-void RedoLog::publish(std::uint32_t table, std::span<const LogEntry> entries, std::uint64_t position, std::uint64_t bytes,
-                      bool in_place, std::uint64_t first_data, std::uint64_t page_bytes) {
+void RedoLog::publish(const LogRecord& record, std::uint64_t bytes) {
+  const bool in_place = record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kInPlace);
+  const auto table = static_cast<std::uint32_t>(record.header.table);
   const std::lock_guard lock(mutex_);
-  for (std::size_t i = 0; i < entries.size(); ++i) {
-    const LoggedVersion version{in_place ? position : first_data + i * page_bytes, entries[i].checksum, in_place};
-    index_.put(table, entries[i].page, version, epoch_);
+  for (std::size_t i = 0; i < record.entries.size(); ++i) {
+    const LoggedVersion version{in_place ? record.header.position : record.data(i), record.entries[i].checksum, in_place};
+    index_.put(table, record.entries[i].page, version, epoch_);
   }
   head_ += bytes;
-  appended_ += entries.size();
+  appended_ += record.entries.size();
   entries_ = index_.size();
   touched_.insert(table);
   if (in_place) in_place_.insert(table);
@@ -265,20 +266,11 @@ void RedoLog::append(std::uint32_t table, std::span<const std::uint64_t> pages, 
                             for (std::uint64_t i = begin; i < end; ++i)
                               entries[i] = {pages[first + i], encode(first + i, staging_.data() + head + i * page_bytes), 0};
                           });
-    LogRecordHeader header{.kind = static_cast<std::uint32_t>(LogRecordKind::kPages),
-                           .bytes = bytes,
-                           .table = table,
-                           .page_bytes = page_bytes,
-                           .count = count};
-    {
-      const std::lock_guard lock(mutex_);
-      header.id = header_.id;
-      header.position = head_;
-      header.commit = next_commit_;
-    }
-    seal_log_record(header, staging_.data(), count * sizeof(LogEntry));
-    write_record(header.position, staging_, bytes);
-    publish(table, {entries, count}, header.position, bytes, /*in_place=*/false, header.position + head, page_bytes);
+    append_record({.kind = static_cast<std::uint32_t>(LogRecordKind::kPages),
+                   .bytes = bytes,
+                   .table = table,
+                   .page_bytes = page_bytes,
+                   .count = count});
     if (appended) appended(first, count);
   }
 }
@@ -293,18 +285,21 @@ void RedoLog::append_in_place(std::uint32_t table, std::span<const LogEntry> pag
     check_usable();
     std::memset(staging_.data(), 0, bytes);
     std::memcpy(staging_.data() + sizeof(LogRecordHeader), some.data(), some.size_bytes());
-    LogRecordHeader header{
-        .kind = static_cast<std::uint32_t>(LogRecordKind::kInPlace), .bytes = bytes, .table = table, .count = some.size()};
-    {
-      const std::lock_guard lock(mutex_);
-      header.id = header_.id;
-      header.position = head_;
-      header.commit = next_commit_;
-    }
-    seal_log_record(header, staging_.data(), some.size_bytes());
-    write_record(header.position, staging_, bytes);
-    publish(table, some, header.position, bytes, /*in_place=*/true, 0, 0);
+    append_record({.kind = static_cast<std::uint32_t>(LogRecordKind::kInPlace), .bytes = bytes, .table = table, .count = some.size()});
   }
+}
+
+void RedoLog::append_record(LogRecordHeader header) {
+  {
+    const std::lock_guard lock(mutex_);
+    header.id = header_.id;
+    header.position = head_;
+    header.commit = next_commit_;
+  }
+  seal_log_record(header, staging_.data(), header.count * sizeof(LogEntry));
+  write_record(header.position, staging_, header.bytes);
+  const std::span entries(reinterpret_cast<const LogEntry*>(staging_.data() + sizeof header), header.count);
+  publish({.header = header, .entries = entries, .text = {}}, header.bytes);
 }
 
 void RedoLog::append_header(std::uint32_t table, std::span<const std::byte> header) {

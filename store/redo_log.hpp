@@ -189,8 +189,10 @@ class RedoLog final : public LoggedPages {
   // With apply_mutex_ held. Throws IoError: with the log broken, or, where the disk is full, with all as before.
   void set_header(const LogHeader& header);
   void settle_id();  // makes an end of id_in_doubt_
-  void publish(std::uint32_t table, std::span<const LogEntry> entries, std::uint64_t position, std::uint64_t bytes, bool in_place,
-               std::uint64_t first_data, std::uint64_t page_bytes);
+  // Makes the head's record of staging_, which has entries and pages, and of this header, whose members that say where and in
+  // which commit it is are filled in; with append_mutex_ held.
+  void append_record(LogRecordHeader header);
+  void publish(const LogRecord& record, std::uint64_t bytes);  // in the index; the head moves on by `bytes`
   [[noreturn]] void fail(const IoError& error);
   std::vector<Item> collect(std::uint64_t limit) const;  // with mutex_ held and no commit on its way
   // Applies what is committed now. False if there was nothing.
