@@ -115,13 +115,13 @@ std::uint64_t RedoLog::pages_of(std::uint32_t table) const {
   return count;
 }
 
-std::unique_lock<std::mutex> RedoLog::pause() {
+RedoLog::Pause RedoLog::pause() {
   {
     const std::lock_guard lock(mutex_);
     ++waiting_;
   }
   changed_.notify_all();
-  std::unique_lock applying(apply_mutex_);
+  Pause applying(apply_mutex_);
   const std::lock_guard lock(mutex_);
   --waiting_;
   return applying;
@@ -445,50 +445,55 @@ void RedoLog::apply_all(const Progress& progress) {
   check_usable();
 }
 
-std::vector<RedoLog::Item> RedoLog::collect(std::uint64_t limit) const {
-  std::vector<Item> items;
-  items.reserve(index_.size());
+std::optional<RedoLog::Applied> RedoLog::committed_now() {
+  std::unique_lock lock(mutex_);
+  // The index has two versions of a page. While a commit is on its way they may be its own and a later one: that of the last
+  // commit is not to be found then.
+  changed_.wait(lock, [&] { return !committing_ || stop_; });
+  if (committed_ == header_.tail || stop_ || !failure_.empty()) return std::nullopt;
+  Applied work{.tail = header_.tail, .end = committed_, .commit = commit_, .manifest = manifest_, .items = {}};
+  work.items.reserve(index_.size());
   index_.for_each([&](const LoggedPage& logged) {
-    const LoggedVersion& version = logged.newest.position < limit ? logged.newest : logged.before;
-    if (version.there() && version.position < limit)
-      items.push_back({logged.page, version.position, logged.table, version.checksum, version.in_place});
+    const LoggedVersion& version = logged.newest.position < work.end ? logged.newest : logged.before;
+    if (version.there() && version.position < work.end)
+      work.items.push_back({logged.page, version.position, logged.table, version.checksum, version.in_place});
   });
-  return items;
+  lock.unlock();
+  std::sort(work.items.begin(), work.items.end(),
+            [](const Item& x, const Item& y) { return std::pair(x.table, x.page) < std::pair(y.table, y.page); });
+  return work;
 }
 
 bool RedoLog::apply_once(bool in_background, const Progress& progress) {
-  const auto applying = in_background ? std::unique_lock(apply_mutex_) : pause();
-  std::uint64_t limit = 0, tail = 0, number = 0;
-  std::string manifest;
-  std::vector<Item> items;
-  {
-    std::unique_lock lock(mutex_);
-    // The index has two versions of a page. While a commit is on its way they may be its own and a later one: that of the last
-    // commit is not to be found then.
-    changed_.wait(lock, [&] { return !committing_ || stop_; });
-    if (committed_ == header_.tail || stop_ || !failure_.empty()) return false;
-    limit = committed_;
-    tail = header_.tail;
-    number = commit_;
-    manifest = manifest_;
-    items = collect(limit);
-  }
-  std::sort(items.begin(), items.end(),
-            [](const Item& a, const Item& b) { return std::pair(a.table, a.page) < std::pair(b.table, b.page); });
+  const auto applying = in_background ? Pause(apply_mutex_) : pause();
+  const auto work = committed_now();
+  if (!work) return false;
+  check_targets(work->items);
+  LogHeader header = header_;
+  ++header.serial;
+  header.applying = work->commit;
+  set_header(header);
+  if (!apply_items(work->items, in_background, progress)) return false;
+  save_manifest_(work->manifest);
+  forget_applied(*work);
+  // Where nobody appends just now and nothing is left, the log begins anew.
+  if (const std::unique_lock appending(append_mutex_, std::try_to_lock); appending.owns_lock()) begin_anew();
+  return true;
+}
+
+void RedoLog::check_targets(std::span<const Item> items) const {
   for (std::size_t i = 0; i < items.size(); ++i)
     if ((i == 0 || items[i].table != items[i - 1].table) && target_of(items[i].table) == nullptr)
       throw Error(fmt::format("{}: has pages of table {}, which could not be opened", printable(file_.path()), items[i].table));
-  LogHeader header = header_;
-  ++header.serial;
-  header.applying = number;
-  set_header(header);
+}
 
+bool RedoLog::apply_items(std::span<const Item> items, bool in_background, const Progress& progress) {
   std::uint64_t done = 0;
   for (std::size_t first = 0; first < items.size();) {
     std::size_t end = first + 1;
     while (end < items.size() && items[end].table == items[first].table) ++end;
     LogTarget& target = *target_of(items[first].table);
-    apply_table(target, std::span(items).subspan(first, end - first), in_background, [&](std::uint64_t pages) {
+    apply_table(target, items.subspan(first, end - first), in_background, [&](std::uint64_t pages) {
       done += pages;
       if (progress) progress(done, items.size());
     });
@@ -496,31 +501,32 @@ bool RedoLog::apply_once(bool in_background, const Progress& progress) {
     target.sync_applied();
     first = end;
   }
-  save_manifest_(manifest);
+  return true;
+}
 
+void RedoLog::forget_applied(const Applied& work) {
   {
     // Whoever looked into the index before has read what it named; whoever looks from here on reads the files.
     const std::lock_guard cutting(cut_);
     const std::lock_guard lock(mutex_);
-    index_.forget_before(limit);
+    index_.forget_before(work.end);
     entries_ = index_.size();
-    counts_.applied_pages += items.size();
+    counts_.applied_pages += work.items.size();
   }
+  LogHeader header = header_;
   ++header.serial;
-  header.tail = limit;
-  header.applied = number;
+  header.tail = work.end;
+  header.applied = work.commit;
   set_header(header);
   {
     const std::lock_guard lock(mutex_);
-    if (commit_ == number) manifest_.clear();
+    if (commit_ == work.commit) manifest_.clear();
   }
   changed_.notify_all();
-  if (file_.ops().deallocate(file_.fd(), static_cast<off_t>(tail), static_cast<off_t>(limit - tail)) != 0 &&
-      errno != EOPNOTSUPP && errno != ENOSYS)
-    throw IoError(errno, "fallocate", file_.path(), tail, limit - tail);
-  // Where nobody appends just now and nothing is left, the log begins anew.
-  if (const std::unique_lock appending(append_mutex_, std::try_to_lock); appending.owns_lock()) begin_anew();
-  return true;
+  const std::uint64_t bytes = work.end - work.tail;
+  if (file_.ops().deallocate(file_.fd(), static_cast<off_t>(work.tail), static_cast<off_t>(bytes)) != 0 && errno != EOPNOTSUPP &&
+      errno != ENOSYS)
+    throw IoError(errno, "fallocate", file_.path(), work.tail, bytes);
 }
 
 void RedoLog::apply_table(LogTarget& target, std::span<const Item> items, bool in_background,

@@ -155,8 +155,14 @@ class RedoLog final : public LoggedPages {
   // last commit, the log is empty then and begins anew.
   using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
   void apply_all(const Progress& progress = {});
-  // Nothing is applied while this lives: the tables' files stay as they are, but for pages in place.
-  std::unique_lock<std::mutex> pause();
+  // Nothing is applied while it lives: the tables' files stay as they are, but for pages in place.
+  class [[nodiscard]] Pause {
+   private:
+    friend class RedoLog;
+    explicit Pause(std::mutex& applying) : lock_{applying} {}
+    std::unique_lock<std::mutex> lock_;
+  };
+  Pause pause();
   // Waits for applying to end and starts no more of it. The log stays as it is.
   void stop() noexcept;
 
@@ -194,9 +200,19 @@ class RedoLog final : public LoggedPages {
   void append_record(LogRecordHeader header);
   void publish(const LogRecord& record, std::uint64_t bytes);  // in the index; the head moves on by `bytes`
   [[noreturn]] void fail(const IoError& error);
-  std::vector<Item> collect(std::uint64_t limit) const;  // with mutex_ held and no commit on its way
-  // Applies what is committed now. False if there was nothing.
+  // What is committed and not applied: the log from `tail` to `end`.
+  struct Applied {
+    std::uint64_t tail, end, commit;
+    std::string manifest;
+    std::vector<Item> items;  // by table and page
+  };
+  // Applies what is committed now. False if there was nothing. Below: its steps, with apply_mutex_ held.
   bool apply_once(bool in_background, const Progress& progress);
+  std::optional<Applied> committed_now();  // waits for a commit on its way; nullopt if there is nothing to apply
+  void check_targets(std::span<const Item> items) const;  // throws Error if a table could not be opened
+  // To the tables' files, durably. False if it was told to stop.
+  bool apply_items(std::span<const Item> items, bool in_background, const Progress& progress);
+  void forget_applied(const Applied& work);  // the log no longer has it
   void apply_table(LogTarget& target, std::span<const Item> items, bool in_background,
                    const std::function<void(std::uint64_t)>& step);
   void start_applying();

@@ -141,11 +141,11 @@ class Snapshot {
 
   SnapshotReport take() {
     if (!prepare()) return report_;
-    std::unique_lock<std::mutex> paused;
+    std::optional<RedoLog::Pause> paused;
     unsigned unexplained = 0;
     for (;;) {
       ++report_.rounds;
-      if (source_.pause && report_.rounds > kRoundsBeforePause && !paused) paused = source_.pause();
+      if (source_.pause && report_.rounds > kRoundsBeforePause && !paused) paused.emplace(source_.pause());
       std::optional<Moment> moment;
       try {
         moment = look();

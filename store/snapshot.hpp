@@ -32,7 +32,7 @@ struct SnapshotSource {
   StoreCore& core;
   // Keeps the log from being applied while the result lives; empty: not to be had, the writer is another process, or there is
   // none.
-  std::function<std::unique_lock<std::mutex>()> pause;
+  std::function<RedoLog::Pause()> pause;
   // Throws where the file that a table has adopted may not be opened.
   std::function<void(const std::string&, const TableEntry&)> check_adopted;
   // Throws where others changed it.

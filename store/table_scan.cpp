@@ -239,7 +239,7 @@ void TableImpl::settle() {
   // What is committed is checked where it belongs; what is not, in the log. A commit begins with all tables standing still, so
   // that none does while this one is held: the log has nothing to apply to it until then, and need not be kept from applying.
   if (!core_->log->broken()) core_->log->apply_all();
-  (void)core_->log->pause();  // what was under way when the log broke has ended
+  const auto ended = core_->log->pause();  // what was under way when the log broke
 }
 
 VerifyReport TableImpl::find_bad(const Progress& progress, const Bad& bad) {
