@@ -70,6 +70,24 @@ void check_header(const NpyHeader& header, const std::filesystem::path& file, co
   }
 }
 
+// A table's .npy.
+File open_data(const StoreCore& core, const std::string& name, const TableEntry& entry, bool write) {
+  const std::filesystem::path path = entry.adopted ? *entry.adopted : core.path / (name + ".npy");
+  if (!entry.adopted) check_own_file(path);
+  return File::open(path, write ? File::Mode::kReadWrite : File::Mode::kRead, core.ops);
+}
+
+// Its page file, which has room for all its pages.
+PageLedger open_ledger(const StoreCore& core, const std::string& name, const TableEntry& entry) {
+  const std::filesystem::path path = core.path / (name + ".pages");
+  check_own_file(path);
+  PageLedger ledger = PageLedger::open(File::open(path, core.writable ? File::Mode::kReadWrite : File::Mode::kRead, core.ops));
+  if (ledger.pages() < entry.geometry.pages())
+    throw FormatError(path,
+                      fmt::format("page file of {} pages, but the table has {}", ledger.pages(), entry.geometry.pages()));
+  return ledger;
+}
+
 // Of the manifest in the store's file and that of a commit in its log, the one with the higher revision.
 Manifest newer_manifest(Manifest manifest, std::string_view in_log, const std::filesystem::path& store) {
   Manifest committed = Manifest::parse(in_log, store / kLogName);
@@ -419,16 +437,11 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
   for (const auto& [name, entry] : manifest.tables) {
     if (tables.erase(entry.id) == 0) continue;
     auto recovered = std::make_unique<Recovered>(Recovered{Schema(entry.dim, entry.dtype, entry.optimizer), nullptr});
-    const std::filesystem::path data_path = entry.adopted ? *entry.adopted : core.path / (name + ".npy");
     // Without this file its committed pages would be lost, so that the store is not opened at all.
-    entry.adopted ? check_adopted(core, name, entry) : check_own_file(data_path);
-    check_own_file(core.path / (name + ".pages"));
-    File data = File::open(data_path, File::Mode::kReadWrite, core.ops);
-    if (entry.adopted) check_header(read_npy_header(data), data_path, recovered->schema, entry, /*resized=*/false);
-    PageLedger ledger = PageLedger::open(File::open(core.path / (name + ".pages"), File::Mode::kReadWrite, core.ops));
-    if (ledger.pages() < entry.geometry.pages())
-      throw FormatError(core.path / (name + ".pages"),
-                        fmt::format("page file of {} pages, but the table has {}", ledger.pages(), entry.geometry.pages()));
+    if (entry.adopted) check_adopted(core, name, entry);
+    File data = open_data(core, name, entry, /*write=*/true);
+    if (entry.adopted) check_header(read_npy_header(data), data.path(), recovered->schema, entry, /*resized=*/false);
+    PageLedger ledger = open_ledger(core, name, entry);
     ledger.forget_stamp();  // pages may have been applied since
     recovered->file = std::make_unique<PageFile>(
         name, std::move(data), std::move(ledger), recovered->schema, entry.geometry, entry.init, entry.seed, core.compute,
@@ -457,26 +470,20 @@ std::shared_ptr<TableImpl> Store::Impl::open_table(const std::string& name, cons
 }
 
 std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, const TableEntry& entry) const {
-  const std::filesystem::path path = entry.adopted ? *entry.adopted : data_path(name);
-  if (!entry.adopted) check_own_file(path);
-  check_own_file(pages_path(name));
   const bool write = core_->writable && (!entry.adopted || entry.adopted_writable);
-  File data = File::open(path, write ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops);
+  File data = open_data(*core_, name, entry, write);
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
   const NpyHeader header = read_npy_header(data);
   // A resize that is committed, but not applied: the header in the file is that of the rows before.
   const bool resized = core_->view && core_->view->find(entry.id, kHeaderPage);
-  check_header(header, path, schema, entry, resized);
+  check_header(header, data.path(), schema, entry, resized);
   if (!entry.adopted && write && header.shape[0] != entry.geometry.rows) {
     // A resize was interrupted; the manifest says which size counts.
     data.write(0, table_header(schema, entry.geometry));
   }
   if (!entry.adopted && write && data.size() > entry.geometry.file_bytes()) data.resize(entry.geometry.file_bytes());
-  PageLedger ledger =
-      PageLedger::open(File::open(pages_path(name), core_->writable ? File::Mode::kReadWrite : File::Mode::kRead, core_->ops));
+  PageLedger ledger = open_ledger(*core_, name, entry);
   const std::uint64_t pages = entry.geometry.pages();
-  if (ledger.pages() < pages)
-    throw FormatError(pages_path(name), fmt::format("page file of {} pages, but the table has {}", ledger.pages(), pages));
   if (ledger.pages() > pages && core_->writable) ledger.resize(pages);  // a resize was interrupted
   if (entry.adopted) {
     check_unchanged(*core_, name, entry, data, ledger);
