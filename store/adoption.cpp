@@ -47,6 +47,11 @@ std::string why_not_adopted_here(const std::filesystem::path& store, const Store
   return here == recorded ? "" : "the store was copied, unpacked or restored since the file was adopted";
 }
 
+bool is_there(const std::filesystem::path& path) noexcept {
+  struct stat status {};
+  return ::lstat(path.c_str(), &status) == 0;
+}
+
 void check_own_file(const std::filesystem::path& file) {
   struct stat status {};
   if (::lstat(file.c_str(), &status) != 0 || S_ISREG(status.st_mode)) return;

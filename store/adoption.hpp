@@ -27,6 +27,9 @@ StoreHome home_of(const std::filesystem::path& store);
 // Why the store should not open a file that was adopted in `recorded`; empty if it may.
 std::string why_not_adopted_here(const std::filesystem::path& store, const StoreHome& recorded);
 
+// Whether there is anything of that name, if it is a dangling symbolic link.
+bool is_there(const std::filesystem::path& path) noexcept;
+
 // Throws FormatError if there is something at `file` that is no plain file: a symbolic link, with which a store from elsewhere
 // could name any file of the user, a directory, a FIFO.
 void check_own_file(const std::filesystem::path& file);

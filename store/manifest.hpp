@@ -45,7 +45,7 @@ struct TableEntry {
 struct Manifest {
   std::uint64_t commit = 0;
   std::uint64_t revision =
-      0;          // grows with every manifest that is written, to its file or into the redo log: the higher one counts
+      0;             // grows with every manifest that is written, to its file or into the redo log: the higher one counts
   StoreId store_id;  // not known in one of before
   std::uint32_t next_id = 1;
   std::string time;  // of the commit, "2031-05-06T07:08:09.123Z"; empty: not known

@@ -285,7 +285,8 @@ void RedoLog::append_in_place(std::uint32_t table, std::span<const LogEntry> pag
     check_usable();
     std::memset(staging_.data(), 0, bytes);
     std::memcpy(staging_.data() + sizeof(LogRecordHeader), some.data(), some.size_bytes());
-    append_record({.kind = static_cast<std::uint32_t>(LogRecordKind::kInPlace), .bytes = bytes, .table = table, .count = some.size()});
+    append_record(
+        {.kind = static_cast<std::uint32_t>(LogRecordKind::kInPlace), .bytes = bytes, .table = table, .count = some.size()});
   }
 }
 

@@ -208,7 +208,7 @@ class RedoLog final : public LoggedPages {
   };
   // Applies what is committed now. False if there was nothing. Below: its steps, with apply_mutex_ held.
   bool apply_once(bool in_background, const Progress& progress);
-  std::optional<Applied> committed_now();  // waits for a commit on its way; nullopt if there is nothing to apply
+  std::optional<Applied> committed_now();                 // waits for a commit on its way; nullopt if there is nothing to apply
   void check_targets(std::span<const Item> items) const;  // throws Error if a table could not be opened
   // To the tables' files, durably. False if it was told to stop.
   bool apply_items(std::span<const Item> items, bool in_background, const Progress& progress);

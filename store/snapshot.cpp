@@ -27,7 +27,6 @@
 namespace embermap {
 namespace {
 
-constexpr std::string_view kLockName = "LOCK";
 constexpr std::string_view kFormat = "embermap snapshot";
 constexpr unsigned kMostRounds = 20;
 constexpr unsigned kRoundsBeforePause = 2;        // in the writer's process
@@ -48,11 +47,6 @@ auto at_destination(const Call& call) {
   } catch (const std::exception&) {
     throw DestinationFailed{std::current_exception()};
   }
-}
-
-bool is_there(const std::filesystem::path& path) {
-  struct stat status {};
-  return ::lstat(path.c_str(), &status) == 0;
 }
 
 // A table's pages on their way: where each is, and what it has to be.
@@ -192,7 +186,7 @@ class Snapshot {
       throw IoError(errno, "mkdir", destination_);
     }
     check_free();
-    lock_ = WriterLock::acquire(at(kLockName), destination_);
+    lock_ = WriterLock::acquire(at(kWriterLockName), destination_);
     check_free();  // another one may have been at work until then
     if (is_there(at(kSnapshotName))) read_marker();
     if (is_store(destination_)) {
@@ -228,7 +222,7 @@ class Snapshot {
     std::error_code error;
     for (const auto& item : std::filesystem::directory_iterator(destination_, error)) {
       const std::string name = item.path().filename().native();
-      if (name != kLockName && !(name.starts_with('.') && name.ends_with(".tmp")))
+      if (name != kWriterLockName && !(name.starts_with('.') && name.ends_with(".tmp")))
         throw AlreadyExists(fmt::format("{} exists and is not empty (it holds {}); give a new or empty directory",
                                         printable(destination_), printable(name)));
     }

@@ -20,8 +20,8 @@
 #include <memory>
 #include <mutex>
 
-#include "store/store.hpp"
 #include "store/page_ledger.hpp"
+#include "store/store.hpp"
 #include "store/store_core.hpp"
 
 namespace embermap {

@@ -31,6 +31,8 @@
 
 namespace embermap {
 
+inline constexpr std::string_view kWriterLockName = "LOCK";
+
 // The file UNCOMMITTED in the store's directory: made, durably, before the first page is written after a commit, and removed
 // after the next commit. It holds the number of the commit it follows, so that one left behind by a commit that did succeed is
 // known to be stale.

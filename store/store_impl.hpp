@@ -52,6 +52,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
 
   // Opens the tables of manifest_, or their files anew.
   void open_tables();
+  static CorruptError unclean_end(const std::filesystem::path& store, std::uint64_t commit, std::string_view why);
   // Brings a reader to the last commit: log, manifest and files as they were at one moment.
   void look(bool accept_unclean);
   Impl(std::shared_ptr<StoreCore> core, WriterLock lock, Manifest manifest);

@@ -1,6 +1,6 @@
 #include "store/store.hpp"
 
-
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
