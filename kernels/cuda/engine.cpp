@@ -559,6 +559,7 @@ void Engine::move(const Stretch& stretch, bool fetch, const MoverWay& way, Threa
   }
   const std::uint64_t low = gpu::store_by_threads(*lane, stretch.host_places(), rows, batch.bytes, stretch.working, least, alone,
                                                   pool, way.host_threads, meanwhile);
+  if (last_of != nullptr) lane->lead(batch.stream);  // `last_of` is read until then, also where the kernel had all rows
   count_moved(batch, low, rows);
 }
 
@@ -806,7 +807,7 @@ void Engine::calibrate(const FrameSource& source, std::uint64_t rows, std::uint6
     // Several batches in turn: the processor's caches would keep the rows of a single one.
     std::vector<std::unique_ptr<CudaBatch>> batches;
     for (std::size_t i = 0; i < kMeasuredBatches; ++i) {
-      std::vector<std::int64_t> ids(std::min(size, rows));
+      std::vector<std::int64_t> ids(std::min({size, rows, std::max<std::uint64_t>(1, kMostMeasuredBytes / bytes)}));
       for (std::int64_t& id : ids) id = static_cast<std::int64_t>(random() % rows);
       const DeviceBuffer on_device(pool_, ids.size() * sizeof(std::int64_t), native(stream));
       EMBERMAP_CUDA(cudaMemcpyAsync(on_device.data(), ids.data(), ids.size() * sizeof(std::int64_t), cudaMemcpyHostToDevice,

@@ -312,7 +312,7 @@ def test_recalibrate_measures_anew(make):
     devices = json.loads((store.path / "cuda.json").read_text())["devices"]
     assert sum(len(one["ways"]) for one in devices[torch.cuda.get_device_name(0)]) == len(anew)
     store.close()
-    with pytest.raises(em.ClosedError):
+    with pytest.raises(ValueError, match="closed"):
         store.recalibrate()
     store = make()
     store.recalibrate()  # also what an earlier session measured, before the device's first use
