@@ -119,6 +119,7 @@ class Run:
             "threads": int(self.random.choice([1, 2, 4, 8, 16])),
             "policy": str(self.random.choice(["lru", "s3fifo"])),
             "durability": str(self.random.choice(["commit", "commit", "none"])),
+            "log_limit": [None, 16 << 20][self.random.integers(0, 2)],
         }
         self.store = em.open(self.directory / "store", device=self.device, **self.config)
         if first:
@@ -297,8 +298,8 @@ class Worker:
             self.read,
             self.commit,
         ]
-        calls += [self.look_as_reader]
-        weights = np.array([6, 6, 5, 4, 6, 2, 1, 0.3, 0.2])
+        calls += [self.look_as_reader, self.checkpoint]
+        weights = np.array([6, 6, 5, 4, 6, 2, 1, 0.3, 0.3, 0.1])
         while not self.on.stop.is_set():
             self.iteration += 1
             call = calls[self.random.choice(len(calls), p=weights / weights.sum())]
@@ -458,6 +459,10 @@ class Worker:
         self.on.commit()
         return 0
 
+    def checkpoint(self):
+        self.on.store.checkpoint()
+        return 0
+
     def look_as_reader(self):
         """A session that reads sees a commit no older than the last one before it."""
         if self.on.config["durability"] != "commit":
@@ -466,8 +471,9 @@ class Worker:
         self.choose_place()
         device = self.on.device if self.on_device else None
         total = 0
+        pin = str(self.random.choice(["frames", "mapping"]))
         with em.open(
-            self.on.store.path, mode="r", memory="48MiB", threads=2, device=device
+            self.on.store.path, mode="r", memory="48MiB", threads=2, device=device, pin=pin
         ) as reader:
             for name in ("whole", "large"):
                 ids = self.ids(reader[name].rows, own=False)
@@ -481,7 +487,7 @@ class Worker:
                     continue
                 self.on.check(
                     name,
-                    "gather by a reader",
+                    f"gather by a reader ({pin})",
                     ids,
                     rows,
                     low[name][ids],
