@@ -246,7 +246,7 @@ TEST_F(MoverFile, OfMoreMeasurementsThanAFileHoldsTheNewestStay) {
   EXPECT_EQ(read().back(), all.back());
   // So many are nobody's.
   std::string list;
-  for (int i = 0; i < 257; ++i) list += (i == 0 ? "" : ",") + Text().text();
+  for (int i = 0; i < 257; ++i) list += fmt::format("{}{}", i == 0 ? "" : ",", Text().text());
   EXPECT_TRUE(read_text_of(file_of("[" + list + "]")).empty());
 }
 
