@@ -201,7 +201,8 @@ class Table {
   // Consecutive rows [first, first + count) past the hot pages: for scans, import and export; they evict nothing. Rows of one
   // page are read at one moment, so no row is torn; a call that changes rows meanwhile does not wait for the whole read, and may
   // be seen on some pages and not on others. Several steps are read or written at a time, in no order. After a write that failed,
-  // some rows are new and others are not.
+  // some rows are new and others are not. A write of more than a quarter of the redo log's limit is done in stretches, before
+  // each of which the store may commit (StoreOptions::autocommit); so is materialize, which commits after each.
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field = "weight");
   void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field = "weight");
 

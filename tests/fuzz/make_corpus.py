@@ -110,6 +110,9 @@ def make_manifest() -> None:
         "init": {"name": "normal", "mean": 0, "std": 0.1},
     }
     save("manifest", "no_tables", manifest({}))
+    numbers = {"version": 2, "revision": 5, "next_id": 1}
+    store_id = "0123456789abcdeffedcba9876543210"
+    save("manifest", "store_id", manifest({}, **numbers, store_id=store_id))
     save("manifest", "plain", manifest({"items": table()}))
     save(
         "manifest",
