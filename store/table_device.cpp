@@ -41,7 +41,20 @@ void TableImpl::measure_movers(CudaEngine& engine, std::uint64_t count, std::uin
   HotPages& pages = hot();
   if (!pinned_.registered() || known()) return;
   const std::uint64_t rows = std::min(entry_.geometry.rows, pages.frames() * entry_.geometry.rows_per_page);
-  engine.calibrate(frame_source(pages), rows, offset, bytes, /*both_ways=*/true, core_->movers());
+  try {
+    engine.calibrate(frame_source(pages), rows, offset, bytes, /*both_ways=*/true, core_->movers());
+  } catch (const CudaError&) {
+    // No memory on the device for the measurement, say: the batch may do without. In this session it is not tried again.
+    for (const bool fetch : {true, false}) {
+      const MoverCase of{.fetch = fetch,
+                         .rows = count,
+                         .row_bytes = bytes,
+                         .pool_bytes = frame_source(pages).slab_bytes,
+                         .threads = core_->movers().threads()};
+      engine.model().add({{.of = of, .rates = {engine.model().choose(of)}}});
+    }
+    return;
+  }
   core_->keep_measurements();
 }
 
