@@ -151,7 +151,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 Store open_store(const std::filesystem::path& path, std::string_view mode, std::uint64_t memory, int device, unsigned threads,
                  bool accept_unclean, std::string_view io, std::optional<bool> direct, std::string_view policy,
                  std::string_view durability, std::uint64_t log_limit, bool autocommit, std::optional<bool> allow_adopted,
-                 std::string_view pin, bool accept_changed) {
+                 std::string_view pin, bool accept_changed, std::string_view verify) {
   StoreOptions options;
   if (mode == "a") {
     options.mode = StoreOptions::Mode::kOpenOrCreate;
@@ -174,6 +174,7 @@ Store open_store(const std::filesystem::path& path, std::string_view mode, std::
   if (!replacement) throw InvalidArgument("policy '" + printable(policy) + "' is not one of 'lru', 's3fifo'");
   options.replacement = *replacement;
   options.durability = parse_durability(durability);
+  options.verify = parse_verify(verify);
   options.log_limit = log_limit;
   options.autocommit = autocommit;
   options.pin = parse_pin(pin);
@@ -585,9 +586,9 @@ void bind_store(nb::module_& m) {
           nb::sig(
               "def open(path: str | os.PathLike[str], mode: str, memory: int, device: int, threads: int, accept_unclean: bool, "
               "io: str, direct: bool | None, policy: str, durability: str, log_limit: int, autocommit: bool, allow_adopted: bool "
-              "| None, pin: str, accept_changed: bool) -> Store"),
+              "| None, pin: str, accept_changed: bool, verify: str) -> Store"),
           "path"_a, "mode"_a, "memory"_a, "device"_a, "threads"_a, "accept_unclean"_a, "io"_a, "direct"_a.none(), "policy"_a,
-          "durability"_a, "log_limit"_a, "autocommit"_a, "allow_adopted"_a.none(), "pin"_a, "accept_changed"_a)
+          "durability"_a, "log_limit"_a, "autocommit"_a, "allow_adopted"_a.none(), "pin"_a, "accept_changed"_a, "verify"_a)
       .def_prop_ro("path", &Store::path)
       .def_prop_ro("writable", &Store::writable)
       .def_prop_ro("commit_number", &Store::commit_number)

@@ -42,12 +42,14 @@ PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema
       init_{init},
       seed_{seed},
       compute_{compute},
+      io_threads_{io},
       before_write_{std::move(before_write)},
       alone_{options.alone},
       swap_{options.swap && item_size(schema.dtype()) > 1},
       logged_{options.logged},
       log_{options.log},
       id_{options.id},
+      verify_reads_{options.verify_reads},
       page_io_{std::make_unique<PageIo>(data_, io, options.io)} {
   if (swap_ && schema_.structured())
     throw InvalidArgument(fmt::format("table '{}': structured records have the byte order of this machine", printable(table_)));
@@ -138,6 +140,8 @@ void PageFile::read_now(std::span<const PageBuffer> pages) {
     recorded.push_back(ledger_.checksum(page.page));
   }
 
+  if (verify_reads_ && !ledger_.keeps_checksums()) recall(written, recorded);
+
   const auto generate_page = [&](const PageBuffer& page) {
     const std::uint64_t rows = geometry_.rows_in(page.page);
     generate(page.page * geometry_.rows_per_page, rows, page.memory);
@@ -170,6 +174,25 @@ void PageFile::read_now(std::span<const PageBuffer> pages) {
     counters_.bytes_read += log_pieces[i].bytes;
     arrived(pages[in_log[i]], versions[in_log[i]].checksum);
   });
+}
+
+// Fills in the checksums that are not in memory. Ascending pages.
+void PageFile::recall(std::span<const PageBuffer> pages, std::span<std::optional<std::uint32_t>> recorded) const {
+  std::vector<std::uint64_t> numbers;
+  std::vector<std::size_t> places;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    if (recorded[i]) continue;
+    numbers.push_back(pages[i].page);
+    places.push_back(i);
+  }
+  std::vector<std::uint32_t> sums(numbers.size());
+  ledger_.read_checksums_of(numbers, sums, io_threads_);
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    if (sums[i] != 0)
+      recorded[places[i]] = sums[i];
+    else if (!ledger_.adopted())
+      throw damaged(numbers[i], "is marked as written, but has no checksum");
+  }
 }
 
 std::vector<IoPiece> PageFile::pieces_of(std::span<const PageBuffer> pages) const {

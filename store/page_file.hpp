@@ -39,6 +39,7 @@ struct PageFileOptions {
   LoggedPages* logged = nullptr;
   RedoLog* log = nullptr;  // the same, for a writer: written pages go to it; null: they go to the file
   std::uint32_t id = 0;
+  bool verify_reads = false;  // compare pages with checksums that are not in memory, too: a second read
 };
 
 // Thread safety: all members but set_geometry and close may be called from several threads, but nobody may read or write a
@@ -62,9 +63,9 @@ class PageFile final : public LogTarget {
            const PageFileOptions& options = {});
 
   // Fills the buffers (their order is changed: sorted by page; no page twice). Written pages are read, neighbours in one request,
-  // many requests at once, and compared with their checksum where that is in memory; the others are generated meanwhile. Bytes
-  // behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy (AlignedBuffer). Throws IoError,
-  // FormatError (truncated), CorruptError naming the rows.
+  // many requests at once, and compared with their checksum where that is in memory, or PageFileOptions::verify_reads; the others
+  // are generated meanwhile. Bytes behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy
+  // (AlignedBuffer). Throws IoError, FormatError (truncated), CorruptError naming the rows.
   void read(std::span<PageBuffer> pages);
   // Writes the buffers (their order is changed) with their checksums. Durable after sync(), or with the log's next commit. After
   // a failure each page holds its old bytes, its new ones, or the first of these and the rest of those, and can be read.
@@ -160,12 +161,14 @@ class PageFile final : public LogTarget {
   Initializer init_;
   std::uint64_t seed_;
   ThreadPool& compute_;
+  ThreadPool& io_threads_;
   std::function<void()> before_write_;
   bool alone_;
   bool swap_;
   LoggedPages* const logged_;
   RedoLog* const log_;
   const std::uint32_t id_;
+  const bool verify_reads_;
   Counters counters_;
   std::atomic<bool> ahead_{false};
   std::atomic<bool> sync_failed_{false};
@@ -173,6 +176,7 @@ class PageFile final : public LogTarget {
   bool writing_ = false;             // to an adopted file, since its stamp was recorded
   std::optional<FileStamp> stays_;   // its stamp, where others changed the file before it was written to here
   std::unique_ptr<PageIo> page_io_;  // none once closed
+  void recall(std::span<const PageBuffer> pages, std::span<std::optional<std::uint32_t>> recorded) const;
 };
 
 }  // namespace embermap

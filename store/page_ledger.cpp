@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cerrno>
 #include <cstring>
@@ -179,6 +180,48 @@ PageLedger PageLedger::open(File file) {
 
 // ---- sectors ----
 
+bool PageLedger::matches(const Region& region, std::uint64_t sector, std::span<const std::byte> whole) const {
+  if (content_ != kContent) return true;
+  std::uint32_t recorded = 0;
+  std::memcpy(&recorded, whole.data() + kContent, sizeof recorded);
+  return recorded == sector_checksum(whole.first(kContent), region.offset / kSectorBytes + sector);
+}
+
+void PageLedger::read_checksums_of(std::span<const std::uint64_t> pages, std::span<std::uint32_t> out, ThreadPool& io) const {
+  const Region region = sums_region();
+  // Where the pages of each sector begin.
+  std::vector<std::uint64_t> begins;
+  for (std::uint64_t i = 0; i < pages.size(); ++i)
+    if (i == 0 || pages[i] / pages_of_sums() != pages[i - 1] / pages_of_sums()) begins.push_back(i);
+  io.parallel_for(begins.size(), 1, [&](std::uint64_t begin, std::uint64_t end) {
+    std::array<std::byte, kSectorBytes> buffer;
+    for (std::uint64_t group = begin; group < end; ++group) {
+      const std::uint64_t first = begins[group], last = group + 1 < begins.size() ? begins[group + 1] : pages.size();
+      const std::uint64_t sector = pages[first] / pages_of_sums();
+      const auto read = [&] {
+        const std::uint64_t got = file_.read_some(region.offset + sector * kSectorBytes, buffer);
+        std::memset(buffer.data() + got, 0, buffer.size() - got);
+        return matches(region, sector, buffer);
+      };
+      if (!read()) {
+        // It may have been written at that moment, which is done with the lock taken.
+        const std::lock_guard lock(mutex_);
+        if (!read()) {
+          bad_sums_.insert(sector);
+          throw_damaged(region, sector, pages_of_sums());
+        }
+      }
+      for (std::uint64_t i = first; i < last; ++i)
+        std::memcpy(&out[i], buffer.data() + pages[i] % pages_of_sums() * sizeof(std::uint32_t), sizeof(std::uint32_t));
+    }
+  });
+  // Memory of the page cache counts: it keeps 4 KiB of each of these.
+  constexpr std::uint64_t kMostCached = 4096;
+  const std::uint64_t before = sums_read_.fetch_add(begins.size(), std::memory_order_relaxed);
+  if (before / kMostCached != (before + begins.size()) / kMostCached)
+    (void)::posix_fadvise(file_.fd(), static_cast<off_t>(sums_offset_), 0, POSIX_FADV_DONTNEED);
+}
+
 void PageLedger::read_sectors(const Region& region, std::uint64_t first, std::uint64_t count, std::byte* out) const {
   constexpr std::uint64_t kTogether = 2048;
   std::vector<std::byte> buffer(std::min(count, kTogether) * kSectorBytes);
@@ -192,15 +235,10 @@ void PageLedger::read_sectors(const Region& region, std::uint64_t first, std::ui
     for (std::uint64_t i = 0; i < some; ++i) {
       const std::uint64_t sector = first + done + i;
       const auto whole = piece.subspan(i * kSectorBytes, kSectorBytes);
-      const auto matches = [&] {
-        std::uint32_t recorded = 0;
-        std::memcpy(&recorded, whole.data() + kContent, sizeof recorded);
-        return recorded == sector_checksum(whole.first(kContent), region.offset / kSectorBytes + sector);
-      };
-      if (content_ == kContent && !matches()) {
+      if (!matches(region, sector, whole)) {
         // Another process may have been writing it: once more.
         file_.read_some(region.offset + sector * kSectorBytes, whole);
-        if (!matches()) region.bad.insert(sector);
+        if (!matches(region, sector, whole)) region.bad.insert(sector);
       }
       const auto content = whole.first(content_);
       // Zeros are not copied: memory that nobody touched stays so.

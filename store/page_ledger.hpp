@@ -14,6 +14,7 @@
 // Version 1 had no checksums of sectors: 512 bytes of content each. It is read, and rewritten by the first writer that opens it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <map>
@@ -24,6 +25,7 @@
 #include <span>
 #include <vector>
 
+#include "base/thread_pool.hpp"
 #include "io/file.hpp"
 #include "store/adoption.hpp"
 
@@ -71,6 +73,9 @@ class PageLedger {
   std::optional<std::uint32_t> checksum(std::uint64_t page) const;
   // Checksums of pages [first, first + out.size()), read from the file where they are not in memory; 0: none recorded.
   void read_checksums(std::uint64_t first, std::span<std::uint32_t> out) const;
+  // Checksums of some pages, ascending, none of which is being written: from the file, on the pool's threads, one read of a
+  // sector for all the pages it has. 0: none recorded. What the page cache keeps of it is given back now and then.
+  void read_checksums_of(std::span<const std::uint64_t> pages, std::span<std::uint32_t> out, ThreadPool& io) const;
   // Bits and checksums of pages [first, first + out.size()), damaged ones as well.
   void read_marks(std::uint64_t first, std::span<PageMark> out) const;
   // Makes an end of damaged sectors. A page has a checksum if and only if its bit is set, so that bits are had from checksums
@@ -142,9 +147,11 @@ class PageLedger {
   void rewrite(std::uint64_t pages);
   void write_header(const File& file) const;
   void load_stamp();
-  std::uint64_t next_written(std::uint64_t page) const;         // with mutex_ held, as all below
-  std::uint64_t next_checksum(std::uint64_t page) const;        // or earlier: the begin of the block that may hold one
-  std::uint64_t bits_size() const;                              // bytes of bits_: the content of their region
+  std::uint64_t next_written(std::uint64_t page) const;   // with mutex_ held, as all below
+  std::uint64_t next_checksum(std::uint64_t page) const;  // or earlier: the begin of the block that may hold one
+  std::uint64_t bits_size() const;                        // bytes of bits_: the content of their region
+  // Whether a sector is as it was written; those of version 1 cannot tell.
+  bool matches(const Region& region, std::uint64_t sector, std::span<const std::byte> whole) const;
   std::uint64_t pages_of_bits() const { return content_ * 8; }  // in a sector
   std::uint64_t pages_of_sums() const { return content_ / 4; }
 
@@ -155,6 +162,7 @@ class PageLedger {
   std::uint64_t sums_offset_ = 0;
   mutable std::mutex mutex_;
   std::optional<FileStamp> stamp_;
+  mutable std::atomic<std::uint64_t> sums_read_{0};      // sectors, by read_checksums_of()
   mutable std::set<std::uint64_t> bad_bits_, bad_sums_;  // damaged sectors, as far as they were read
   Zeroed<std::uint8_t> bits_;
   std::vector<bool> dirty_bits_;                         // a block of bits_

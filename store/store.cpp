@@ -11,6 +11,14 @@ namespace embermap {
 
 std::string_view durability_name(Durability durability) { return durability == Durability::kCommit ? "commit" : "none"; }
 
+std::string_view verify_name(Verify verify) { return verify == Verify::kRead ? "read" : "memory"; }
+
+Verify parse_verify(std::string_view name) {
+  for (const Verify verify : {Verify::kMemory, Verify::kRead})
+    if (name == verify_name(verify)) return verify;
+  throw InvalidArgument(fmt::format("there is no verify '{}'; there are memory and read", printable(name)));
+}
+
 Durability parse_durability(std::string_view name) {
   if (name == "commit") return Durability::kCommit;
   if (name == "none") return Durability::kNone;

@@ -31,6 +31,16 @@ enum class Durability : std::uint8_t {
 std::string_view durability_name(Durability durability);
 Durability parse_durability(std::string_view name);  // throws InvalidArgument listing the names
 
+// When pages that are read are compared with their checksums.
+enum class Verify : std::uint8_t {
+  // "memory": those of tables whose checksums fit an eighth of their memory, at no cost; `embermap verify` compares the others.
+  kMemory,
+  // "read": all, with a second read of the disk, of the checksum, where that is not in memory.
+  kRead
+};
+std::string_view verify_name(Verify verify);
+Verify parse_verify(std::string_view name);  // throws InvalidArgument listing the names
+
 struct StoreOptions {
   enum class Mode {
     kOpenOrCreate,  // read and write; makes the store if the path is free or an empty directory
@@ -66,6 +76,7 @@ struct StoreOptions {
   std::optional<IoEngine> io = {};
   std::optional<bool> direct = {};  // past the page cache (O_DIRECT); what is refused falls back
   Durability durability = Durability::kCommit;
+  Verify verify = Verify::kMemory;
   // Bytes of redo log: what is changed between two commits takes at most half of it, before the store commits by itself
   // (autocommit), at the beginning of a call that changes rows, or that call throws LogFullError. A single call may exceed it;
   // one that writes or materializes more than a quarter is done in stretches, before each of which the store may commit. 0: about

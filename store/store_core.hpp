@@ -137,6 +137,7 @@ struct StoreCore {
         replacement{options.replacement},
         write_behind{options.write_behind},
         durability{options.durability},
+        verify{options.verify},
         log_limit{options.log_limit != 0 ? options.log_limit : default_log_limit(options.memory)},
         autocommit{options.autocommit},
         device{options.device},
@@ -207,6 +208,7 @@ struct StoreCore {
   const Replacement replacement;
   const bool write_behind;
   const Durability durability;
+  const Verify verify;
   const std::uint64_t log_limit;
   const bool autocommit;
   const int device;

@@ -49,7 +49,8 @@ void TableImpl::make_file(File data, PageLedger ledger) {
                           .swap = entry_.big_endian,
                           .logged = core_->logged,
                           .log = core_->log.get(),
-                          .id = entry_.id};
+                          .id = entry_.id,
+                          .verify_reads = core_->verify == Verify::kRead && core_->checks_pages};
   // Others use such a file too: what of it is in the page cache already may be used from there.
   options.io.prefer_cached = !core_->writable || entry_.adopted.has_value();
   file_ = std::make_unique<PageFile>(

@@ -30,7 +30,7 @@ struct Common {
   bool quiet = false;
   std::string memory_text = "256MiB";
   std::uint64_t memory = 256_MiB;  // bounds buffers and hot pages; set from memory_text when the command runs
-  std::string io = "auto", policy = "lru", durability = "commit";
+  std::string io = "auto", policy = "lru", durability = "commit", verify = "memory";
   std::string log_limit;  // empty: by the memory
   std::optional<bool> direct = {};
   bool allow_adopted = false;

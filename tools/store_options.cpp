@@ -29,6 +29,13 @@ void add_store_options(CLI::App& command, Common& common) {
       ->type_name("NAME")
       ->group(group);
   command
+      .add_option(
+          "--verify-reads", common.verify,
+          "Which pages are compared with their checksums as they are read: memory (default): of tables whose checksums fit in "
+          "memory; read: all, with a second read")
+      ->type_name("NAME")
+      ->group(group);
+  command
       .add_option("--log-limit", common.log_limit,
                   "Most bytes of redo log (default: about four times the memory, 128MiB to 128GiB)")
       ->type_name("SIZE")
@@ -57,6 +64,11 @@ StoreOptions store_options(const Common& common, StoreOptions::Mode mode) {
     options.durability = parse_durability(common.durability);
   } catch (const InvalidArgument& error) {
     throw UsageError(fmt::format("--durability: {}", error.what()));
+  }
+  try {
+    options.verify = parse_verify(common.verify);
+  } catch (const InvalidArgument& error) {
+    throw UsageError(fmt::format("--verify-reads: {}", error.what()));
   }
   if (!common.log_limit.empty()) options.log_limit = parse_size_option("--log-limit", common.log_limit);
   options.direct = common.direct;

@@ -29,6 +29,7 @@ Io = Literal["auto", "io_uring", "threads", "cached"]
 Policy = Literal["lru", "s3fifo"]
 Pin = Literal["frames", "mapping"]
 Durability = Literal["commit", "none"]
+Verify = Literal["memory", "read"]
 
 
 class Commit(NamedTuple):
@@ -643,6 +644,7 @@ def open(  # noqa: A001
     allow_adopted: bool | None = None,
     pin: Pin = "frames",
     accept_changed: bool = False,
+    verify: Verify = "memory",
 ) -> Store:
     """Open a store: a directory of tables.
 
@@ -709,6 +711,10 @@ def open(  # noqa: A001
         accept_changed: open an adopted file as it is though something other than embermap changed
             it, as its size and time tell; without this, asking for the table raises CorruptError
             that says what changed. It is told of again until `Table.accept()`.
+        verify: when pages that are read are compared with their checksums. "memory": those of
+            tables whose checksums fit an eighth of their memory (up to about a hundred times it),
+            at no cost; `Table.verify()` compares the others. "read": all of them, with a second
+            read, of the checksum, where that is not in memory.
 
     Raises: StoreNotFoundError (a FileNotFoundError; modes "r+" and "r"), FormatError (not a store,
     a newer version, a broken manifest or log, committed rows of an adopted file that is not
@@ -723,7 +729,13 @@ def open(  # noqa: A001
         raise TypeError(f"direct must be True, False or None, not {direct!r}")
     if allow_adopted is not None and not isinstance(allow_adopted, bool):
         raise TypeError(f"allow_adopted must be True, False or None, not {allow_adopted!r}")
-    for value, name in ((io, "io"), (policy, "policy"), (durability, "durability"), (pin, "pin")):
+    for value, name in (
+        (io, "io"),
+        (policy, "policy"),
+        (durability, "durability"),
+        (pin, "pin"),
+        (verify, "verify"),
+    ):
         if not isinstance(value, str):
             raise TypeError(f"{name} must be a string, not {value!r}")
     number = _device_number(device)
@@ -742,6 +754,7 @@ def open(  # noqa: A001
         allow_adopted,
         pin,
         bool(accept_changed),
+        verify,
     )
     try:
         core = _core.Store.open(where, *arguments)
