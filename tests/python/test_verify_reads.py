@@ -23,7 +23,7 @@ def rows_of(ids):
 
 
 def flip(file, offset):
-    with open(file, "r+b") as f:
+    with file.open("r+b") as f:
         f.seek(offset)
         byte = f.read(1)[0]
         f.seek(offset)
@@ -84,7 +84,7 @@ def test_rows_never_written_are_generated(tmp_path):
 def test_a_damaged_checksum_is_an_error(path):
     # Sums begin behind the header and the bits, which have room for a power of two of bytes in
     # sectors with 508 of content each.
-    with open(path / "t.pages", "rb") as f:
+    with (path / "t.pages").open("rb") as f:
         offset = int.from_bytes(f.read(4096)[24:32], "little")
     flip(path / "t.pages", offset + 512 * 3 + 11)
     with em.open(path, "r", memory=MEMORY, verify="read") as store:
