@@ -154,6 +154,21 @@ class Failure {
   std::atomic<bool> any_{false};
 };
 
+// Calls take() until the chunk is taken, by whichever thread. False: it will not be.
+template <class Take>
+bool wait_for_chunk(const Transfer& transfer, std::uint64_t chunk, const Failure& failure, const Take& take) {
+  while (!transfer.taken(chunk)) {
+    take();
+    // In this order: another thread may take the chunk, and the next one meet the kernel, between two looks of this thread, which
+    // would then leave rows of a chunk that is the host's.
+    const bool met = transfer.met();
+    if (transfer.taken(chunk)) break;
+    if (met || failure.any()) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
 template <class Body>
 void on_threads(ThreadPool& pool, std::uint64_t threads, int device, Failure& failure, const std::function<void()>& meanwhile,
                 const Body& body) {
@@ -313,12 +328,7 @@ std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::ui
     while (!failure.any()) {
       const std::uint64_t piece = transfer.next_piece();
       const std::uint64_t chunk = piece / cut.pieces_per_chunk;
-      while (!transfer.taken(chunk)) {
-        transfer.take(chunk, [](std::uint64_t) {});
-        if (transfer.taken(chunk)) break;
-        if (transfer.met() || failure.any()) return;
-        std::this_thread::yield();
-      }
+      if (!wait_for_chunk(transfer, chunk, failure, [&] { transfer.take(chunk, [](std::uint64_t) {}); })) return;
       if (piece >= cut.pieces()) return;
       if (piece % cut.pieces_per_chunk == 0) {
         wait_for(transfer.event(chunk));  // what was there before, of this transfer or another one, has been carried away
@@ -361,12 +371,7 @@ std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::ui
       const std::uint64_t piece = transfer.next_piece();
       const std::uint64_t chunk = piece / cut.pieces_per_chunk;
       if (piece % cut.pieces_per_chunk == 0) transfer.take(chunk + ahead, bring);
-      while (!transfer.taken(chunk)) {
-        transfer.take(chunk + ahead, bring);
-        if (transfer.taken(chunk)) break;
-        if (transfer.met() || failure.any()) return;
-        std::this_thread::yield();
-      }
+      if (!wait_for_chunk(transfer, chunk, failure, [&] { transfer.take(chunk + ahead, bring); })) return;
       if (piece >= cut.pieces()) return;
       if (piece % cut.pieces_per_chunk == 0) {
         wait_for(transfer.event(chunk));
