@@ -39,8 +39,11 @@ static_assert(std::atomic<std::uintptr_t>::is_always_lock_free && std::atomic<bo
 bool give_zeros(std::uintptr_t address) noexcept {
   for (MappedRegion* region = regions.load(std::memory_order_acquire); region != nullptr; region = region->next) {
     const std::uintptr_t begin = region->begin.load(std::memory_order_acquire);
-    const std::uintptr_t end = region->end.load(std::memory_order_relaxed);
+    const std::uintptr_t end = region->end.load(std::memory_order_acquire);
     if (begin == 0 || address < begin || address >= end) continue;
+    // Another thread may have given the region to another mapping in between: `end` is that one's then, and what lies before it
+    // is anybody's.
+    if (region->begin.load(std::memory_order_relaxed) != begin) continue;
     region->failed.store(true);
     // All of it at once: a piece for each page that fails would be more pieces than a process may have.
     void* const zeros = mmap(reinterpret_cast<void*>(begin), end - begin, PROT_READ,
@@ -83,7 +86,7 @@ MappedRegion* add_region(const std::byte* data, std::uint64_t bytes, const File&
     region->next = regions.load();
   }
   region->failed = false;
-  region->end.store(reinterpret_cast<std::uintptr_t>(data) + bytes, std::memory_order_relaxed);
+  region->end.store(reinterpret_cast<std::uintptr_t>(data) + bytes, std::memory_order_release);
   region->begin.store(reinterpret_cast<std::uintptr_t>(data), std::memory_order_release);
   if (made) regions.store(region, std::memory_order_release);
   return region;

@@ -114,7 +114,6 @@ void copy_rows(std::uint64_t count, std::uint64_t bytes, std::uint64_t line, Thr
   });
 }
 
-// Rows that are not streamed are prefetched where they are written.
 template <class Source, class Target>
 void copy_piece(std::uint64_t rows, std::uint64_t bytes, bool streamed, std::uint64_t line, const Source& source,
                 const Target& target) {

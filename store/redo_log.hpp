@@ -88,12 +88,12 @@ class RedoLog final : public LoggedPages {
     std::uint64_t bytes = 0;
   };
 
-  // Opens the log of a store whose writer's lock is held, or makes it. Records of no commit are forgotten. `save_manifest` makes
-  // the text of a commit the store's manifest, unless that is newer; `commit` is the store's last one, for a new log. `file`'s
-  // directory, `compute`, `io` and `ops` must outlive this. Throws FormatError (damaged, another store's), IoError.
   // Memory of this many pages: the index, and the list of those that are being applied.
   static std::uint64_t memory_for(std::uint64_t pages) noexcept { return LogIndex::bytes_for(pages) + pages * sizeof(Item); }
 
+  // Opens the log of a store whose writer's lock is held, or makes it. Records of no commit are forgotten. `save_manifest` makes
+  // the text of a commit the store's manifest, unless that is newer; `commit` is the store's last one, for a new log. `file`'s
+  // directory, `compute`, `io` and `ops` must outlive this. Throws FormatError (damaged, another store's), IoError.
   RedoLog(const std::filesystem::path& file, const RedoLogOptions& options, ThreadPool& compute, ThreadPool& io, FileOps& ops,
           std::function<void(std::string_view)> save_manifest, std::uint64_t commit);
   ~RedoLog() override;
@@ -150,9 +150,9 @@ class RedoLog final : public LoggedPages {
   // Forgets everything that no commit has. Nobody else appends meanwhile.
   void roll_back();
 
-  // Writes committed pages to the tables' files until none is left, on the calling thread. Throws CorruptError where the log is
-  // broken: nothing is applied any more then. Unless somebody appended since the
-  // last commit, the log is empty then and begins anew.
+  // Writes committed pages to the tables' files until none is left, on the calling thread. Unless somebody appended since the
+  // last commit, the log is empty then and begins anew. Throws CorruptError where the log is broken: nothing is applied any more
+  // then.
   using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
   void apply_all(const Progress& progress = {});
   // Nothing is applied while it lives: the tables' files stay as they are, but for pages in place.
