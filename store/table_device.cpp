@@ -34,10 +34,12 @@ void TableImpl::measure_movers(CudaEngine& engine, std::uint64_t count, std::uin
   };
   {
     const auto lock = side_by_side();
+    if (entry_.geometry.rows == 0) return;  // without frames
     (void)hot();
     if (!pinned_.registered() || known()) return;
   }
   const auto lock = alone();  // rows are read, and written as they were
+  if (entry_.geometry.rows == 0) return;
   HotPages& pages = hot();
   if (!pinned_.registered() || known()) return;
   const std::uint64_t rows = std::min(entry_.geometry.rows, pages.frames() * entry_.geometry.rows_per_page);
@@ -161,7 +163,7 @@ TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* id
     return engine.make_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
   };
   DeviceCall call{engine, side_by_side(), {}, nullptr};
-  if (count != 0 && hot().whole()) {
+  if (count != 0 && entry_.geometry.rows != 0 && hot().whole()) {
     call.batch = engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
     return call;
   }
@@ -199,6 +201,7 @@ bool TableImpl::gather_whole(int device, const std::int64_t* ids, std::uint64_t 
   if (count == 0) return false;
   measure_movers(engine, count, field.offset, field.bytes);
   DeviceCall call{engine, side_by_side(), {}, nullptr};
+  if (entry_.geometry.rows == 0) return false;  // there are no frames, and every id is bad
   HotPages& pages = hot();
   if (!pages.whole()) return false;
   auto& whole = static_cast<WholePages&>(pages);

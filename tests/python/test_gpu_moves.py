@@ -75,6 +75,23 @@ def files(store):
     }
 
 
+@pytest.mark.parametrize("count", [1, 5000, LARGE])
+def test_every_id_is_bad_in_an_empty_table(tmp_path, count):
+    with em.open(tmp_path / "store", memory=WHOLE, device="cuda") as store:
+        table = store.create("t", rows=0, dim=DIM, optimizer=em.optim.SGD(lr=0.1))
+        ids = torch.zeros(count, dtype=torch.int64, device="cuda")
+        rows = torch.ones(count, DIM, device="cuda")
+        for call in (
+            lambda: table.gather(ids),
+            lambda: table.scatter(ids, rows),
+            lambda: table.add(ids, rows),
+            lambda: table.update(ids, rows),
+        ):
+            with pytest.raises(em.RowIdError, match="0 at position 0"):
+                call()
+        assert table.gather(ids[:0]).shape == (0, DIM)
+
+
 @pytest.mark.parametrize("memory", [WHOLE, SMALL])
 def test_gathers_equal_the_host(make, values, memory):
     table = make(memory=memory)["t"]
