@@ -190,7 +190,8 @@ class CudaEngine {
   virtual MoverModel& model() noexcept = 0;
   // Measures every way of moving `bytes` at `offset` of records, `rows` of which lie in a registered slab as in a whole table, in
   // batches of several sizes; about a second. Rows are read, and written back as they were where `both_ways`: nobody else may use
-  // the slab meanwhile. What was measured becomes part of the model. Does nothing where the slab is not registered.
+  // the slab meanwhile. What was measured becomes part of the model. Batches are up to 1 GiB, three at a time in device memory;
+  // sizes for which that is not free are left out. Does nothing where the slab is not registered.
   virtual void calibrate(const FrameSource& source, std::uint64_t rows, std::uint64_t offset, std::uint64_t bytes, bool both_ways,
                          ThreadPool& pool) = 0;
 

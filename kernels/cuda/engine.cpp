@@ -160,6 +160,10 @@ class Engine final : public CudaEngine {
   // `last_of`: not the working set goes back, but the last of each id's rows there; the working set has room for it.
   void move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool, const std::function<void()>& meanwhile,
             const std::byte* last_of);
+  // Of calibrate(): every way with these batches.
+  void measure(const FrameSource& whole, std::uint64_t rows, const std::vector<std::vector<std::int64_t>>& ids,
+               std::uint64_t offset, std::uint64_t bytes, bool both_ways, ThreadPool& pool, CudaStream stream,
+               std::vector<MoverMeasurement>& measured);
   void need_keys(DeviceBatch& batch);
   DeviceBuffer send_frames(std::span<const std::uint32_t> frames, cudaStream_t stream);
   bool zero_copy(const FrameSource& source) const { return source.registered && host_pointers_work_ != 0; }
@@ -799,53 +803,66 @@ void Engine::calibrate(const FrameSource& source, std::uint64_t rows, std::uint6
   FrameSource whole = source;
   whole.whole = true;
   const OwnStream own;
-  const CudaStream stream = own.handle();
   std::mt19937_64 random(rows);
   std::vector<MoverMeasurement> measured;
   for (const std::uint64_t size : kMeasuredRows) {
     if (size > kMeasuredRows[0] && (size > rows || size > kMostMeasuredBytes / bytes)) break;
-    // Several batches in turn: the processor's caches would keep the rows of a single one.
-    std::vector<std::unique_ptr<CudaBatch>> batches;
-    for (std::size_t i = 0; i < kMeasuredBatches; ++i) {
-      std::vector<std::int64_t> ids(std::min({size, rows, std::max<std::uint64_t>(1, kMostMeasuredBytes / bytes)}));
-      for (std::int64_t& id : ids) id = static_cast<std::int64_t>(random() % rows);
-      const DeviceBuffer on_device(pool_, ids.size() * sizeof(std::int64_t), native(stream));
-      EMBERMAP_CUDA(cudaMemcpyAsync(on_device.data(), ids.data(), ids.size() * sizeof(std::int64_t), cudaMemcpyHostToDevice,
-                                    native(stream)));
-      batches.push_back(
-          begin_batch(on_device.at<std::int64_t>(0), ids.size(), rows, source.rows_per_page, "calibration", stream));
-      auto& mine = static_cast<DeviceBatch&>(*batches.back());
-      check_source(mine, whole, 0, 0, offset, bytes, "calibrate");
-      settle(mine);
-      need_rows(mine, offset, bytes, "calibrate");
-      move(Stretch(mine, whole, 0, {}), true, MoverWay{}, pool, {}, nullptr);  // now they have rows to write back
-      wait(stream);
+    std::vector<std::vector<std::int64_t>> ids(kMeasuredBatches);
+    for (std::vector<std::int64_t>& some : ids) {
+      some.resize(std::min({size, rows, std::max<std::uint64_t>(1, kMostMeasuredBytes / bytes)}));
+      for (std::int64_t& id : some) id = static_cast<std::int64_t>(random() % rows);
     }
-    for (const bool fetch : {true, false}) {
-      if (!fetch && !both_ways) break;
-      std::uint64_t distinct = 0;
-      for (const auto& batch : batches) distinct += batch->distinct;
-      MoverMeasurement of{.of = {fetch, distinct / batches.size(), bytes, source.slab_bytes, pool.threads()}, .rates = {}};
-      for (const MoverWay& way : mover_ways(pool.threads())) {
-        if (way.host_threads != 0 && bytes > lanes_.shape().chunk_bytes) continue;
-        std::uint64_t by_threads = 0;
-        const auto begin = std::chrono::steady_clock::now();
-        for (const auto& batch : batches) {
-          auto& mine = static_cast<DeviceBatch&>(*batch);
-          const std::uint64_t before = mine.moved.thread_rows;
-          move(Stretch(mine, whole, 0, {}), fetch, way, pool, {}, nullptr);
-          wait(stream);
-          by_threads += mine.moved.thread_rows - before;
-          mine.lane = {};  // one lane does for all of them
-        }
-        const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-        of.rates.push_back({way, static_cast<double>(distinct * bytes) / seconds,
-                            static_cast<double>(by_threads) / static_cast<double>(distinct)});
-      }
-      measured.push_back(std::move(of));
+    try {
+      measure(whole, rows, ids, offset, bytes, both_ways, pool, own.handle(), measured);
+    } catch (const CudaError&) {
+      // Most likely a device whose memory others have: whoever asked needs less of it, and what smaller batches told has to do.
+      if (measured.empty()) throw;
+      break;
     }
   }
   model_.add(std::move(measured));
+}
+
+// Several batches in turn: the processor's caches would keep the rows of a single one.
+void Engine::measure(const FrameSource& whole, std::uint64_t rows, const std::vector<std::vector<std::int64_t>>& ids,
+                     std::uint64_t offset, std::uint64_t bytes, bool both_ways, ThreadPool& pool, CudaStream stream,
+                     std::vector<MoverMeasurement>& measured) {
+  std::vector<std::unique_ptr<CudaBatch>> batches;
+  for (const std::vector<std::int64_t>& some : ids) {
+    const DeviceBuffer on_device(pool_, some.size() * sizeof(std::int64_t), native(stream));
+    EMBERMAP_CUDA(cudaMemcpyAsync(on_device.data(), some.data(), some.size() * sizeof(std::int64_t), cudaMemcpyHostToDevice,
+                                  native(stream)));
+    batches.push_back(begin_batch(on_device.at<std::int64_t>(0), some.size(), rows, whole.rows_per_page, "calibration", stream));
+    auto& mine = static_cast<DeviceBatch&>(*batches.back());
+    check_source(mine, whole, 0, 0, offset, bytes, "calibrate");
+    settle(mine);
+    need_rows(mine, offset, bytes, "calibrate");
+    move(Stretch(mine, whole, 0, {}), true, MoverWay{}, pool, {}, nullptr);  // now they have rows to write back
+    wait(stream);
+  }
+  std::uint64_t distinct = 0;
+  for (const auto& batch : batches) distinct += batch->distinct;
+  for (const bool fetch : {true, false}) {
+    if (!fetch && !both_ways) break;
+    MoverMeasurement of{.of = {fetch, distinct / batches.size(), bytes, whole.slab_bytes, pool.threads()}, .rates = {}};
+    for (const MoverWay& way : mover_ways(pool.threads())) {
+      if (way.host_threads != 0 && bytes > lanes_.shape().chunk_bytes) continue;
+      std::uint64_t by_threads = 0;
+      const auto begin = std::chrono::steady_clock::now();
+      for (const auto& batch : batches) {
+        auto& mine = static_cast<DeviceBatch&>(*batch);
+        const std::uint64_t before = mine.moved.thread_rows;
+        move(Stretch(mine, whole, 0, {}), fetch, way, pool, {}, nullptr);
+        wait(stream);
+        by_threads += mine.moved.thread_rows - before;
+        mine.lane = {};  // one lane does for all of them
+      }
+      const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      of.rates.push_back({way, static_cast<double>(distinct * bytes) / seconds,
+                          static_cast<double>(by_threads) / static_cast<double>(distinct)});
+    }
+    measured.push_back(std::move(of));
+  }
 }
 
 namespace {
