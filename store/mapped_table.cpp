@@ -102,7 +102,8 @@ FrameSource MappedTable::source() const {
           .registered = registered(),
           .page_bytes = geometry_.page_bytes(),
           .rows_per_page = geometry_.rows_per_page,
-          .stride = geometry_.stride};
+          .stride = geometry_.stride,
+          .slab_bytes = checked_mul(geometry_.pages(), geometry_.page_bytes(), "bytes of a mapping")};
 }
 
 std::uint64_t pages_not_written(const PageFile& file) {

@@ -70,7 +70,7 @@ bool TableImpl::gather_mapped_device(int device, const std::int64_t* ids, std::u
     try {
       for (std::uint64_t first = 0; first < batch->pages.size();) {
         const PageFrames some = frames_of_pages(source, std::span(batch->pages).subspan(first));
-        engine.fetch(*batch, some.source, first, some.frames, field.offset, field.bytes, core_->compute, stream);
+        engine.fetch(*batch, some.source, first, some.frames, field.offset, field.bytes, core_->movers(), stream);
         first += some.frames.size();
       }
     } catch (...) {
