@@ -74,8 +74,8 @@ struct FrameSource {
 // How rows crossed the link.
 struct Moved {
   std::uint64_t batches = 0;        // calls that moved rows of a registered slab
-  std::uint64_t kernel_rows = 0;    // distinct rows moved by a kernel
-  std::uint64_t thread_rows = 0;    // distinct rows moved by threads and DMA
+  std::uint64_t kernel_rows = 0;    // moved by a kernel; distinct, but for the ids that gather() does not sort
+  std::uint64_t thread_rows = 0;    // moved by threads and DMA; likewise. What both moved counts as the threads'
   std::uint64_t pageable_rows = 0;  // through pageable or unregistered memory
   std::uint64_t bytes = 0;
   std::uint64_t nanoseconds = 0;  // from the first to the last of a batch's rows, added up over batches
@@ -107,11 +107,13 @@ class CudaBatch {
 
 // The CUDA side of the tables on one device. Thread safety: calls on different streams and batches may run at once.
 //
-// All work goes to the caller's stream, and nothing waits for the whole device. Device memory comes from a pool of the engine's
-// own; the caller's current device stays what it was. Every call throws CudaError if the stream is capturing a graph (the capture
-// goes on), and InvalidArgument for an address that the device cannot reach, before it does anything. Arrays of the caller may
-// lie at any address and must stay as they are until the stream has passed the call. On a batch without ids every call but
-// make_batch does nothing.
+// All work is done in the order of the caller's stream: on it, or, where threads of the host move rows, on streams of the
+// engine's own between two events of it. Nothing waits for the whole device. Device memory comes from a pool of the engine's own;
+// besides, up to 64 MiB of pinned host memory are made for those threads, and staging for the largest batches, which stay with
+// the engine. The caller's current device stays what it was. Every call throws CudaError if the stream is capturing a graph (the
+// capture goes on), and InvalidArgument for an address that the device cannot reach, before it does anything. Arrays of the
+// caller may lie at any address and must stay as they are until the stream has passed the call. On a batch without ids every call
+// but make_batch does nothing.
 class CudaEngine {
  public:
   // Throws CudaError if there is no such device.
@@ -128,8 +130,8 @@ class CudaEngine {
 
   // The same for a table whose pages all have frames of their own number, but it enqueues: `distinct` and `pages` are not filled
   // in, and a bad id is thrown by the first call that has to wait for the device to have sorted them: keys(), write_back, assign,
-  // add, step, moved(). Nothing has then been written. fetch and write_back take `first_page` 0, no frames and a source that is
-  // whole.
+  // add, step, moved(), and fetch where threads move rows or the slab is not registered. Nothing has then been written. fetch and
+  // write_back take `first_page` 0, no frames and a source that is whole.
   virtual std::unique_ptr<CudaBatch> begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                                  std::uint64_t rows_per_page, const std::string& table, CudaStream stream) = 0;
   // The distinct ids of such a batch on the host, ascending; waits until the device has sorted them. Valid as long as the batch.
@@ -148,8 +150,8 @@ class CudaEngine {
   // Working set rows of pages [first_page, first_page + frames.size()) = bytes [offset, offset + bytes) of their records;
   // frames[i] is where page batch.pages[first_page + i] lies. All calls for one batch use one (offset, bytes), kept for the calls
   // below; `bytes` is a row's length in the working set. Enqueues: the frames must keep their pages until the stream has passed
-  // the call, `frames` may be reused at once. Without a registered slab it waits. `meanwhile` is called once, while the device
-  // moves rows and before threads of the host do.
+  // the call, `frames` may be reused at once. Without a registered slab it waits. `meanwhile` is called once, on this
+  // thread or one of `pool`, while others move rows already, and has returned when the call does; what it throws comes out here.
   virtual void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
                      std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
                      const std::function<void()>& meanwhile = {}) = 0;

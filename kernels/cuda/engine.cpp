@@ -477,7 +477,7 @@ gpu::RowMove Engine::move_of(const Stretch& s, const DeviceBuffer& frames, LinkL
                      .first_page = static_cast<std::uint32_t>(s.first)},
           .working = s.working,
           .rows = s.rows(),
-          .exact = batch.whole && !batch.settled ? &batch.header->movable : nullptr,
+          .exact = batch.header != nullptr && batch.whole && !batch.settled ? &batch.header->movable : nullptr,
           .claimed = lane != nullptr ? lane->claimed() : batch.memory.at<unsigned long long>(batch.claimed_at),
           .meeting = lane != nullptr ? lane->meeting() : nullptr};
 }
@@ -502,7 +502,7 @@ LinkLane* Engine::lane_for(DeviceBatch& batch) {
   }
   LinkLane* const lane = &*batch.lane;
   lane->wait();
-  *lane->meeting() = {.host_low = std::numeric_limits<std::int64_t>::max(), .kernel_high = 0};
+  lane->reset();
   return lane;
 }
 
@@ -721,7 +721,6 @@ void Engine::gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uin
   move.places.wide_keys = true;
   move.working = out;
   move.rows = count;
-  move.exact = nullptr;
   gpu::move_from_frames(move, {}, batch.stream);
   batch.moved = {.batches = 1, .kernel_rows = count, .bytes = count * batch.bytes};
   count_pages(batch, ids, count, rows, source.rows_per_page);

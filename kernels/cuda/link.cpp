@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <exception>
+#include <limits>
 #include <thread>
 #include <utility>
 
@@ -248,6 +249,8 @@ void LinkLane::wait() {
   EMBERMAP_CUDA(cudaStreamSynchronize(stream_));
   EMBERMAP_CUDA(cudaEventSynchronize(kernel_));
 }
+
+void LinkLane::reset() noexcept { *meeting_ = {.host_low = std::numeric_limits<std::int64_t>::max(), .kernel_high = 0}; }
 
 LinkLanes::~LinkLanes() {
   if (lanes_.empty()) return;

@@ -52,6 +52,8 @@ class LinkLane {
   // Waits until neither such a kernel nor the lane's stream has anything left to do. Before that the marks and chunks must stay
   // as they are: a kernel that saw the next transfer's mark would leave rows of its own to threads that know nothing of them.
   void wait();
+  // Makes the meeting point ready for the next kernel, which then has all rows until threads take some. After wait().
+  void reset() noexcept;
 
  private:
   void release() noexcept;
@@ -137,9 +139,10 @@ class HostPlaces {
 
 // Moves rows [result, rows) and returns when they are copied (store), or copied and given to the lane's stream (fetch); from the
 // last row downwards, until the kernel at the lane's meeting point has the rest. `alone`: there is no kernel, and all rows are
-// moved. `working` is device memory that the lane's stream may use by then. Rows must fit a chunk. The meeting point must be set
-// to `rows`. The calling thread and up to `threads` - 1 of `pool` take part; one of them calls
-// `meanwhile` first.
+// moved. `working` is device memory that the lane's stream may use by then. Rows must fit a chunk. The meeting point must have
+// been as LinkLane::reset() leaves it when the kernel was enqueued. The calling thread and up to `threads` - 1 of `pool` take
+// part; one of them calls `meanwhile` first, if there are any rows, while the others begin. After an exception DMA may be under
+// way: the lane has to be waited for.
 std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
                                std::byte* working, bool alone, ThreadPool& pool, unsigned threads,
                                const std::function<void()>& meanwhile = {});
