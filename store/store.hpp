@@ -185,7 +185,8 @@ class Store {
   // and readers that look at the files themselves. The store does so by itself, later, and when it is closed. Commits nothing.
   void checkpoint();
   // Forgets how fast rows moved to and from the device (docs/design.md, "A batch on a GPU"): the next large batch of a table
-  // measures it again, in about a second. For a machine that has changed, or was busy then. Nothing where there is no device.
+  // measures it again, in about a second, in which others wait for the table. For a machine that has changed, or was busy then.
+  // A reader forgets it for itself only. Nothing where there is no device. Throws IoError where cuda.json cannot be written.
   void recalibrate();
   // Brings a reader to the last commit: tables made since are there, removed ones closed, handles show the new rows. Returns the
   // commit's number. Throws as open() does. A writer is there already.
