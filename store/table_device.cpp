@@ -159,19 +159,18 @@ TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* id
                                               std::uint64_t bytes, CudaStream stream) {
   CudaEngine& engine = core_->engine(device);
   measure_movers(engine, count, offset, bytes);
-  const auto make = [&] {
-    return engine.make_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
+  const auto begin = [&] {
+    const Geometry& geometry = entry_.geometry;
+    if (count != 0 && geometry.rows != 0 && hot().whole())
+      return engine.begin_batch(ids, count, geometry.rows, geometry.rows_per_page, name_, stream);
+    return engine.make_batch(ids, count, geometry.rows, geometry.rows_per_page, name_, stream);
   };
   DeviceCall call{engine, side_by_side(), {}, nullptr};
-  if (count != 0 && entry_.geometry.rows != 0 && hot().whole()) {
-    call.batch = engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
-    return call;
-  }
-  call.batch = make();
-  if (count == 0 || call.batch->pages.size() <= hot().frames()) return call;
+  call.batch = begin();
+  if (count == 0 || call.batch->pages.size() <= hot().frames()) return call;  // a whole table's batch has none
   call.shared.unlock();
   call.alone = alone();
-  call.batch = make();  // there may be fewer rows than a moment ago
+  call.batch = begin();  // the table may have other rows and other memory than a moment ago
   return call;
 }
 
