@@ -112,8 +112,8 @@ class CudaBatch {
 // besides, up to 64 MiB of pinned host memory are made for those threads, and staging for the largest batches, which stay with
 // the engine. The caller's current device stays what it was. Every call throws CudaError if the stream is capturing a graph (the
 // capture goes on), and InvalidArgument for an address that the device cannot reach, before it does anything. Arrays of the
-// caller may lie at any address and must stay as they are until the stream has passed the call. On a batch without ids every call
-// but make_batch does nothing.
+// caller may lie at any address, ids at multiples of 8, and must stay as they are until the stream has passed the call. On a
+// batch without ids every call but make_batch does nothing.
 class CudaEngine {
  public:
   // Throws CudaError if there is no such device.

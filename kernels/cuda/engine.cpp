@@ -139,6 +139,7 @@ class Engine final : public CudaEngine {
   DeviceBatch& with_rows(CudaBatch& batch, CudaStream stream, const char* call) const;
   void need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t bytes, const char* call);
   void check_memory(const void* memory, const char* what) const;
+  void check_ids(const std::int64_t* ids) const;
   std::unique_ptr<DeviceBatch> new_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                          std::uint64_t rows_per_page, const char* call, CudaStream stream);
   void send_keys(DeviceBatch& batch, std::uint64_t most);
@@ -215,6 +216,12 @@ void Engine::check_memory(const void* memory, const char* what) const {
     throw InvalidArgument(fmt::format("{}: in the memory of CUDA device {}, not of {}", what, attributes.device, device_));
 }
 
+void Engine::check_ids(const std::int64_t* ids) const {
+  check_memory(ids, "ids of a batch");
+  if (reinterpret_cast<std::uintptr_t>(ids) % alignof(std::int64_t) != 0)
+    throw InvalidArgument(fmt::format("ids of a batch: at {}, which is no multiple of 8", static_cast<const void*>(ids)));
+}
+
 // The host has to know only the number of distinct ids and the pages, and to get both in one wait it asks for as many pages as
 // the last batches had. What is missing is read in a second one.
 std::unique_ptr<CudaBatch> Engine::make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
@@ -272,7 +279,7 @@ std::unique_ptr<DeviceBatch> Engine::new_batch(const std::int64_t* ids, std::uin
   batch->wide_keys = gpu::wide_keys(rows);
   batch->count = count;
   if (count == 0) return batch;
-  check_memory(ids, "ids of a batch");
+  check_ids(ids);
 
   Layout layout;
   const std::uint64_t inverse_at = layout.add(count, sizeof(std::uint32_t));
@@ -646,7 +653,7 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   mine.whole = true;
   if (count == 0) return batch;
   if (bytes == 0) throw InvalidArgument("gather: rows of 0 bytes");
-  check_memory(ids, "ids of a batch");
+  check_ids(ids);
   check_memory(out, "output of gather");
   check_source(mine, source, 0, 0, offset, bytes, "gather");
   mine.offset = offset;

@@ -187,6 +187,9 @@ TEST_F(CudaGroup, AddressesOutsideTheDeviceAreRefusedAndLeaveItUsable) {
     EXPECT_THROW((void)engine->make_batch(ids.data(), 3, 10, 4, "t", stream), InvalidArgument);
   }
   const DeviceArray<std::int64_t> device(ids);
+  const auto* const between = reinterpret_cast<const std::int64_t*>(reinterpret_cast<const std::byte*>(device.data()) + 4);
+  EXPECT_THROW((void)engine->make_batch(between, 2, 10, 4, "t", stream), InvalidArgument);
+  EXPECT_THROW((void)engine->begin_batch(between, 2, 10, 4, "t", stream), InvalidArgument);
   const auto batch = engine->make_batch(device.data(), 3, 10, 4, "t", stream);
   expect_pages(*batch, ids, 4);
   engine->reserve(*batch, 0, 8, stream);
