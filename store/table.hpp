@@ -82,7 +82,7 @@ struct TableStats {
   bool whole = false;               // every page of the table has a frame
 };
 
-// How rows moved between the table's frames and a device.
+// How rows moved between the table's frames and a device; those from a mapping are in TableStats::rows_mapped alone.
 struct DeviceStats {
   std::uint64_t transfers = 0;             // a call moves its rows in one, an update in two
   std::uint64_t kernel_rows = 0;           // by a kernel that reads and writes the frames itself

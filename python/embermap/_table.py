@@ -590,6 +590,7 @@ class Table:
         and DMA), "pageable_rows" (where frames are not registered), "bytes", "seconds", and
         "measured", what is known of the ways to move rows: dicts with "direction", "rows",
         "row_bytes", "pool_bytes", "threads", "kernel_blocks", "host_threads", "bytes_per_second".
+        Rows that a device reads from a mapping are in "rows_mapped" alone.
 
         Cheap, and free of row access; the first call of a table that nobody has used yet probes
         its file.
