@@ -46,7 +46,10 @@ void TableImpl::measure_movers(CudaEngine& engine, std::uint64_t count, std::uin
   try {
     engine.calibrate(frame_source(pages), rows, offset, bytes, /*both_ways=*/true, core_->movers());
   } catch (const CudaError&) {
-    // No memory on the device for the measurement, say: the batch may do without. In this session it is not tried again.
+    // No memory on the device for the measurement, say: the batch may do without.
+  }
+  if (!known()) {
+    // Nothing could be measured. In this session it is not tried again.
     for (const bool fetch : {true, false}) {
       const MoverCase of{.fetch = fetch,
                          .rows = count,
@@ -147,8 +150,10 @@ void TableImpl::for_device_whole(DeviceCall& call, const FrameSource& source, Ac
     if (!loaded && access == Access::kWrite) {
       try {
         pages.mark_rows(call.engine.keys(*call.batch));  // some rows may have been written
+      } catch (const RowIdError&) {
+        // nothing was written
       } catch (const Error&) {
-        // an id was bad, and nothing was written; or the device has failed: the first error is the one to report
+        pages.mark_all();  // the device has failed, and what it wrote before is not known
       }
     }
     throw;

@@ -204,6 +204,10 @@ void WholePages::load_rows(const HostKeys& ids, Access access) {
       ids.count, access, [&](std::uint64_t i) { return page_of_row_.quotient(ids[i]); }, kNotReplaced, kAllGood, none);
 }
 
+void WholePages::mark_all() noexcept {
+  for (std::uint64_t page = 0; page < pages_; ++page) mark_dirty(page);
+}
+
 void WholePages::mark_rows(const HostKeys& ids) noexcept {
   for (std::uint64_t i = 0; i < ids.count; ++i) mark_dirty(page_of_row_.quotient(ids[i]));
 }

@@ -30,6 +30,7 @@ class WholePages final : public HotPages {
   void load_rows(const HostKeys& ids, Access access);
   // Marks their pages dirty, and no more. For pages in memory.
   void mark_rows(const HostKeys& ids) noexcept;
+  void mark_all() noexcept;  // where all_ready()
   // A batch has used so many pages, all of them in memory.
   void count_hits(std::uint64_t pages) noexcept { hits_ += pages; }
   // Every page is in memory, and stays there.
