@@ -30,8 +30,10 @@ constexpr std::uint64_t kPopulated = 16ULL << 20;  // what one thread reads at a
 
 // A signal has no other argument than the process.
 std::atomic<MappedRegion*> regions{nullptr};
-std::mutex regions_mutex;  // not the handler's
-struct sigaction before_us {};
+std::mutex regions_mutex;                                 // not the handler's
+std::atomic<const struct sigaction*> before_us{nullptr};  // what had the signal; never freed
+std::atomic<const siginfo_t*> handed_on{nullptr};         // while what had it before runs
+std::atomic<bool> handed_on_a_fault{false};
 
 static_assert(std::atomic<std::uintptr_t>::is_always_lock_free && std::atomic<bool>::is_always_lock_free);
 
@@ -58,26 +60,52 @@ void on_sigbus(int number, siginfo_t* info, void* context) {
   const bool ours = info->si_code > 0 && give_zeros(reinterpret_cast<std::uintptr_t>(info->si_addr));
   errno = error;
   if (ours) return;
-  if ((before_us.sa_flags & SA_SIGINFO) != 0) return before_us.sa_sigaction(number, info, context);
-  if (before_us.sa_handler != SIG_DFL && before_us.sa_handler != SIG_IGN) return before_us.sa_handler(number);
-  if (before_us.sa_handler == SIG_IGN && info->si_code <= 0) return;
+  const struct sigaction& before = *before_us.load();
+  // One that came later than us, and before us since we took the signal again, knows us as the one before it: it calls us, or
+  // makes us the handler again and sends the signal anew. Then nobody is left.
+  const bool returned = handed_on.load() == info || (info->si_code <= 0 && info->si_pid == getpid() && handed_on_a_fault.load());
+  const bool is_handler = (before.sa_flags & SA_SIGINFO) != 0 || (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN);
+  if (is_handler && !returned) {
+    if (info->si_code > 0) handed_on_a_fault.store(true);
+    handed_on.store(info);
+    if ((before.sa_flags & SA_SIGINFO) != 0)
+      before.sa_sigaction(number, info, context);
+    else
+      before.sa_handler(number);
+    handed_on.store(nullptr);
+    return;
+  }
+  if (!is_handler && before.sa_handler == SIG_IGN && info->si_code <= 0) return;
   // The load is tried again and ends the process, where it would have without us; a signal that was sent has to be sent again.
   std::signal(number, SIG_DFL);
   if (info->si_code <= 0) (void)raise(number);
 }
 
+bool is_ours(const struct sigaction& action) noexcept {
+  return (action.sa_flags & SA_SIGINFO) != 0 && action.sa_sigaction == on_sigbus;
+}
+
+// Takes the signal, unless it is ours. Whoever has it hands on nothing, as a rule: Python's faulthandler, torch in its worker
+// processes. false: errno says why not.
+bool take_signal() {
+  struct sigaction now {};
+  if (sigaction(SIGBUS, nullptr, &now) != 0) return false;
+  if (is_ours(now)) return true;
+  const std::lock_guard lock(regions_mutex);
+  if (sigaction(SIGBUS, nullptr, &now) != 0) return false;
+  if (is_ours(now)) return true;
+  before_us.store(new struct sigaction(now));
+  struct sigaction action {};
+  action.sa_sigaction = on_sigbus;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigemptyset(&action.sa_mask);
+  return sigaction(SIGBUS, &action, nullptr) == 0;
+}
+
 // Throws IoError.
 MappedRegion* add_region(const std::byte* data, std::uint64_t bytes, const File& file) {
+  if (!take_signal()) throw IoError(errno, "sigaction", file.path());
   const std::lock_guard lock(regions_mutex);
-  static bool installed = false;
-  if (!installed) {
-    struct sigaction action {};
-    action.sa_sigaction = on_sigbus;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
-    sigemptyset(&action.sa_mask);
-    if (sigaction(SIGBUS, &action, &before_us) != 0) throw IoError(errno, "sigaction", file.path());
-    installed = true;
-  }
   MappedRegion* region = regions.load();
   while (region != nullptr && region->begin.load() != 0) region = region->next;
   const bool made = region == nullptr;
@@ -153,6 +181,8 @@ void MappedFile::populate(ThreadPool& pool) const noexcept {
   (void)pool;
 #endif
 }
+
+void MappedFile::guard() const { (void)take_signal(); }
 
 bool MappedFile::failed() const noexcept { return region_ != nullptr && region_->failed.load(); }
 

@@ -20,7 +20,8 @@ struct MappedRegion;
 // A mapping may fail at any load: someone cuts the file short, the disk does not answer. The system sends SIGBUS then. A handler
 // of this process's puts zeros in place of the whole mapping and remembers it, so that the load goes on: whoever reads calls
 // check() afterwards, and what it read counts only if that does not throw. The handler is made with the first mapping, stays, and
-// hands on every other SIGBUS to whoever had it before; one that is installed later must do likewise.
+// hands on every other SIGBUS to whoever had it before. Where another one was installed later, each mapping and each guard()
+// takes the signal again, and hands on to that one.
 //
 // Thread safety: all members but assignment may be called from several threads. Nobody may read when the mapping ends.
 class MappedFile {
@@ -38,6 +39,9 @@ class MappedFile {
 
   // Reads all of it into the page cache, on the pool's threads, and maps what is there. Where that fails, nothing happens.
   void populate(ThreadPool& pool) const noexcept;
+  // Before reading: a handler may have been installed since the mapping was made that would end the process. One call to the
+  // system.
+  void guard() const;
   // True once a load has failed. The mapping holds zeros from then on.
   bool failed() const noexcept;
   // Throws if the bytes read so far may not be those of the file: a load failed, or `file`, the same one, is shorter now than

@@ -42,6 +42,7 @@ class MappedTable {
   bool has_rows(std::span<const std::uint64_t> ids) const noexcept;
   const std::byte* rows() const noexcept { return mapping_.data() + geometry_.data_offset; }
   FrameSource source() const;
+  void guard() const { mapping_.guard(); }
   // Throws what MappedFile::check() throws.
   void check(PageFile& file) const { mapping_.check(file.data()); }
 

@@ -23,7 +23,8 @@ MappedTable* TableImpl::mapped() {
     throw refuse(
         fmt::format("{} of {} pages were never written, and the file has no rows there. 'embermap materialize {}' writes them",
                     missing, entry_.geometry.pages(), printable(core_->path / name_)));
-  mapped_ = std::make_unique<MappedTable>(*file_, *core_->logged, entry_.id);
+  // A writer may have cut the file since.
+  core_->logged->reading([&] { mapped_ = std::make_unique<MappedTable>(*file_, *core_->logged, entry_.id); });
   return mapped_.get();
 }
 
@@ -38,6 +39,7 @@ void TableImpl::end_mapping() noexcept {
 }
 
 void TableImpl::read_mapped(const MappedTable& mapped, const std::function<void()>& body) {
+  mapped.guard();
   core_->logged->reading([&] {
     body();
     mapped.check(*file_);

@@ -96,11 +96,27 @@ TEST_F(MappedFileTest, ThreadsThatReadWhileAFileIsCutAllGoOn) {
   }
 }
 
+struct sigaction before_later {};  // what had the signal before one that came after us
+
 // A process that has just begun, and leaves no files.
 class MappedFileSignal : public ::testing::Test {
  protected:
   void SetUp() override { ::testing::FLAGS_gtest_death_test_style = "threadsafe"; }
   static MappedFile some_mapping() { return MappedFile(File::open("/proc/self/exe", File::Mode::kRead), 1); }
+  static MappedFile mapping_of(int file) {
+    return MappedFile(File::open("/proc/self/fd/" + std::to_string(file), File::Mode::kRead), kPage);
+  }
+  static MappedFile mapping_and_handler(int file) {
+    MappedFile mapping = mapping_of(file);
+    std::signal(SIGBUS, [](int) { _exit(7); });
+    return mapping;
+  }
+  static void later(void (*handler)(int, siginfo_t*, void*)) {
+    struct sigaction action {};
+    action.sa_sigaction = handler;
+    action.sa_flags = SA_SIGINFO;
+    (void)sigaction(SIGBUS, &action, &before_later);
+  }
   // Loads what is behind the end of a file that somebody else has mapped.
   static void load_of_others() {
     const int file = memfd_create("others", 0);
@@ -152,6 +168,54 @@ TEST_F(MappedFileSignal, OfOthersGoesToWhoHadItBefore) {
         _exit(6);
       },
       ::testing::ExitedWithCode(6), "");
+}
+
+TEST_F(MappedFileSignal, IsTakenAgainFromWhoCameLater) {
+  for (const bool guarded : {true, false})
+    EXPECT_EXIT(
+        {
+          const MappedFile first = some_mapping();
+          std::signal(SIGBUS, [](int) { _exit(7); });
+          const int cut = memfd_create("cut", 0);
+          (void)ftruncate(cut, kPage);
+          const MappedFile mapping = guarded ? mapping_and_handler(cut) : mapping_of(cut);
+          if (guarded) mapping.guard();
+          (void)ftruncate(cut, 0);
+          (void)*reinterpret_cast<const volatile char*>(mapping.data());
+          if (!mapping.failed()) _exit(1);
+          load_of_others();  // goes to them
+          _exit(2);
+        },
+        ::testing::ExitedWithCode(7), "")
+        << guarded;
+}
+
+TEST_F(MappedFileSignal, EndsTheProcessWhereLaterOnesKnowUsAsTheOneBefore) {
+  // One that makes who had the signal before the handler again, and sends it anew, as Python's faulthandler.
+  EXPECT_EXIT(
+      {
+        std::signal(SIGBUS, SIG_DFL);
+        const MappedFile first = some_mapping();
+        later([](int number, siginfo_t*, void*) {
+          (void)sigaction(number, &before_later, nullptr);
+          (void)raise(number);
+        });
+        const MappedFile again = some_mapping();
+        alarm(60);
+        load_of_others();
+      },
+      ::testing::KilledBySignal(SIGBUS), "");
+  // One that calls who had it before.
+  EXPECT_EXIT(
+      {
+        std::signal(SIGBUS, SIG_DFL);
+        const MappedFile first = some_mapping();
+        later([](int number, siginfo_t* info, void* context) { before_later.sa_sigaction(number, info, context); });
+        const MappedFile again = some_mapping();
+        alarm(60);
+        load_of_others();
+      },
+      ::testing::KilledBySignal(SIGBUS), "");
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <csignal>
 #include <thread>
 
 #include "io/npy.hpp"
@@ -310,6 +311,31 @@ TEST_F(MappedTableTest, RowsThatWereAddedOrCut) {
   reading.refresh();
   EXPECT_EQ(gather(seen, {9})[0], 144.0F);
   EXPECT_THROW(gather(seen, {10}), RowIdError);
+}
+
+TEST_F(MappedTableTest, ATableThatWasCutBeforeItIsMappedIsStale) {
+  Store store = open();
+  Table table = make(store, 4000);
+  store.checkpoint();
+  Store reading = reader();
+  const Table seen = reading.table("t");
+  table.resize(100);
+  EXPECT_THROW(gather(seen, {5}), StaleError);
+  reading.refresh();
+  EXPECT_EQ(gather(reading.table("t"), {5})[1], 81.0F);
+}
+
+TEST_F(MappedTableTest, AHandlerThatCameAfterTheMappingDoesNotEndTheProcess) {
+  {
+    Store store = open();
+    make(store, 4000);
+  }
+  Store reading = reader();
+  gather(reading.table("t"), {0});
+  const auto before = std::signal(SIGBUS, SIG_DFL);
+  std::filesystem::resize_file(path() / "t.npy", 8192);
+  EXPECT_THROW(gather(reading.table("t"), {3999}), FormatError);
+  std::signal(SIGBUS, before);
 }
 
 TEST_F(MappedTableTest, AFileThatIsCutIsAnErrorUntilItIsThereAgain) {
