@@ -106,8 +106,10 @@ std::vector<CommitInfo> commits_in_log(const std::filesystem::path& log, FileOps
   }
   // The writer may be making room in what is read: once more then.
   for (int look = 1;; ++look) {
+    const std::uint64_t bytes = file.size();
     const auto header = read_log_header(file);
     if (!header) return {};
+    bool whole = true;
     struct Text {
       std::uint64_t position, bytes;
     };
@@ -125,9 +127,11 @@ std::vector<CommitInfo> commits_in_log(const std::filesystem::path& log, FileOps
         commits.push_back(info_of(Manifest::parse(manifest, log)));
       }
     } catch (const FormatError&) {
-      if (read_log_header(file) == header) throw;
+      // A log that begins anew is cut after its header has said so.
+      if (read_log_header(file) == header && file.size() == bytes) throw;
+      whole = false;
     }
-    if (read_log_header(file) == header) return commits;
+    if (whole && read_log_header(file) == header) return commits;
     if (look == kMostLooks) throw StaleError(fmt::format("{} changes all the time", printable(log)));
     std::this_thread::sleep_for(std::chrono::milliseconds(std::min(look, 50)));
   }

@@ -104,6 +104,16 @@ void check_log_store(const std::filesystem::path& file, const StoreId& log, cons
                                 log.text(), store.text()));
 }
 
+void check_log_moment(const std::filesystem::path& file, std::uint64_t applied, std::uint64_t last, std::uint64_t manifest) {
+  if (manifest >= applied && manifest <= last) return;
+  throw FormatError(
+      file, fmt::format("is of another moment than the store's manifest, which is at commit {}: {} {}. One of them was brought "
+                        "back without the other. Bring all files of the store back from one copy; where manifest and tables "
+                        "are of one copy, and only the log is not, move the log away",
+                        manifest, manifest < applied ? "the tables' files have gone on to" : "the log's last is",
+                        manifest < applied ? applied : last));
+}
+
 void write_log_header(const File& file, const LogHeader& header) {
   AlignedBuffer block(kLogBlock);
   std::memset(block.data(), 0, kLogBlock);

@@ -50,6 +50,10 @@ struct LogHeader {
 std::optional<LogHeader> read_log_header(const File& file);
 // Throws FormatError naming both if `log` is another store's; either may be not known.
 void check_log_store(const std::filesystem::path& file, const StoreId& log, const StoreId& store);
+// Throws FormatError if a manifest of commit `manifest` cannot be of the same moment as a log that has moved all up to commit
+// `applied` on to the tables' files, and whose last commit is `last`: the manifest's file has a commit before the log forgets it,
+// and after the log has it.
+void check_log_moment(const std::filesystem::path& file, std::uint64_t applied, std::uint64_t last, std::uint64_t manifest);
 // Writes it to the slot of its serial. Durable after the file's next sync.
 void write_log_header(const File& file, const LogHeader& header);
 

@@ -30,14 +30,15 @@ std::unique_ptr<LogView> LogView::open(const std::filesystem::path& path, Thread
   if (!read_log_header(file)) return nullptr;  // just being made
   std::unique_ptr<LogView> view(new LogView(std::move(file), io, options));
   for (int looks = 1;; ++looks) {
+    const std::uint64_t bytes = view->file_.size();
     try {
       view->load();
       return view;
     } catch (const StaleError&) {
       throw;
     } catch (const Error&) {
-      // A log that begins anew becomes shorter under whoever walks through it.
-      if (looks == kMostLooks || view->unchanged()) throw;
+      // A log that begins anew becomes shorter under whoever walks through it, also after its header has said so.
+      if (looks == kMostLooks || (view->unchanged() && view->file_.size() == bytes)) throw;
     }
   }
 }
@@ -47,7 +48,7 @@ void LogView::load() {
   manifest_.clear();
   header_ = header_now();
   applied_to_ = header_.tail;
-  commit_ = header_.applied;
+  commit_ = first_ = header_.applied;
   // The header's serial moves on where applying begins and where it ends.
   files_known_.clear();
   if (header_.applying == header_.applied) {
@@ -70,6 +71,25 @@ void LogView::load() {
   });
   index_.forget_from(epoch);
   bytes_ = epoch - header_.tail;
+}
+
+void LogView::check_moment(std::uint64_t manifest) const {
+  if (manifest <= commit_) return check_log_moment(file_.path(), first_, commit_, manifest);
+  // The log has a commit before the manifest's file: if a writer has come on since, it does by now.
+  std::uint64_t last = 0;
+  try {
+    const File file = File::open(file_.path(), File::Mode::kRead, file_.ops());
+    const auto header = read_log_header(file);
+    if (!header) return;
+    last = header->applied;
+    walk_log(file, *header, [&](const LogRecord& record) {
+      if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit)) last = record.header.commit;
+    });
+    if (read_log_header(file) != header) return;
+  } catch (const Error&) {  // it is gone, or just beginning anew: the caller looks again
+    return;
+  }
+  check_log_moment(file_.path(), 0, last, manifest);
 }
 
 LogHeader LogView::header_now() const {

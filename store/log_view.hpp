@@ -36,6 +36,9 @@ class LogView final : public LoggedPages {
   std::uint64_t commit() const noexcept { return commit_; }
   // Throws FormatError if it is another store's log.
   void check_store(const StoreId& store) const { check_log_store(file_.path(), store_, store); }
+  // Throws FormatError if a manifest of that commit, which was read after this was opened, cannot be of the same store at the
+  // same moment. A writer at work may be ahead of what this saw of the log.
+  void check_moment(std::uint64_t manifest) const;
   // The text of the commit's manifest; empty if the log has no commit that is not in the files.
   const std::string& manifest() const noexcept { return manifest_; }
   std::uint64_t bytes() const noexcept { return bytes_; }  // of the commits in the log
@@ -63,6 +66,7 @@ class LogView final : public LoggedPages {
   PageIo io_;
   LogIndex index_;  // as it was when the log was opened
   std::uint64_t commit_ = 0;
+  std::uint64_t first_ = 0;  // the commit that was applied when the log was opened
   StoreId store_;
   std::string manifest_;
   std::uint64_t bytes_ = 0;

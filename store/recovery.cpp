@@ -104,7 +104,11 @@ void Store::Impl::look(bool accept_unclean) {
     auto unlogged = std::make_unique<UnloggedView>(core_->path);  // before anything is looked at
     auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
     Manifest manifest = Manifest::load(core_->path);
-    if (view) view->check_store(manifest.store_id);
+    const std::uint64_t revision = manifest.revision;
+    if (view) {
+      view->check_store(manifest.store_id);
+      view->check_moment(manifest.commit);
+    }
     if (view && !view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), core_->path);
     core_->unclean = UncommittedMark::present(core_->path, manifest.commit);
     if (core_->unclean && !accept_unclean)
@@ -126,7 +130,9 @@ void Store::Impl::look(bool accept_unclean) {
       manifest_ = std::move(manifest);
       core_->commit = manifest_.commit;
       open_tables();
-      if (core_->view ? core_->view->unchanged() : core_->unlogged->unchanged()) return;
+      // A table that could not be opened may be one that has been removed since.
+      const bool listed = broken_.empty() || Manifest::load(core_->path).revision == revision;
+      if (listed && (core_->view ? core_->view->unchanged() : core_->unlogged->unchanged())) return;
     }
     // The writer came in between. It begins and ends to apply commits a few times a second at most.
     if (attempt == kMostLooks) throw StaleError(fmt::format("store {} changes all the time", printable(core_->path)));
@@ -144,6 +150,7 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
   Manifest manifest = Manifest::load(store);  // after the log: commits go from there to here
   if (view) {
     view->check_store(manifest.store_id);
+    view->check_moment(manifest.commit);
     if (!view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), store);
     plan.log_bytes = view->bytes();
     for (const auto& [name, entry] : manifest.tables) {

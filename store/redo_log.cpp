@@ -69,6 +69,7 @@ RedoLog::RedoLog(const std::filesystem::path& file, const RedoLogOptions& option
   if (!header) set_header(header_);
   file_bytes_ = file_.size();
   index_records();
+  check_log_moment(file_.path(), header_.applied, commit_, commit);
 }
 
 RedoLog::~RedoLog() { stop(); }

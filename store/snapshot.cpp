@@ -278,7 +278,10 @@ class Snapshot {
   Moment look() const {
     check_own_file(core_.path / kLogName);
     Moment moment{LogView::open(core_.path / kLogName, core_.io, core_.page_io, core_.ops), Manifest::load(core_.path)};
-    if (moment.view) moment.view->check_store(moment.manifest.store_id);
+    if (moment.view) {
+      moment.view->check_store(moment.manifest.store_id);
+      moment.view->check_moment(moment.manifest.commit);
+    }
     if (moment.view && !moment.view->manifest().empty()) {
       Manifest committed = Manifest::parse(moment.view->manifest(), core_.path / kLogName);
       if (committed.revision > moment.manifest.revision) moment.manifest = std::move(committed);

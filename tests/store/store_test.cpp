@@ -18,6 +18,7 @@
 
 #include "io/checksum.hpp"
 #include "io/npy.hpp"
+#include "store/commit_history.hpp"
 #include "tests/store/store_fixture.hpp"
 
 namespace embermap {
@@ -1542,6 +1543,133 @@ TEST_F(ForeignLogTest, LogsAndManifestsOfBeforeGetAnId) {
     EXPECT_NE(id("b"), other) << "at once";
   }
   EXPECT_NO_THROW(Store::open(directory_ / "b", {.memory = 1 << 20}));
+}
+
+// A store at several moments of its life, beside each other: "first", "log" with commits in its log that its files do not have,
+// "later", closed after more commits. Commit c has rows of c.
+class MomentsTest : public StoreTest {
+ protected:
+  MomentsTest() {
+    Store store = Store::open(directory_ / "store", {.memory = 1 << 20});
+    Table table = store.create("t", {.rows = 100, .dim = 128});
+    const auto go_on = [&](int commits) {
+      for (int i = 0; i < commits; ++i) {
+        const auto value = static_cast<float>(store.commit_number() + 1);
+        scatter(table, range(0, 100), std::vector<float>(12800, value));
+        store.commit();
+      }
+    };
+    go_on(1);
+    store.checkpoint();
+    keep("first");
+    go_on(3);
+    keep("log");
+    go_on(3);
+    store.close();
+    keep("later");
+  }
+  void keep(const char* name) { std::filesystem::copy(directory_ / "store", directory_ / name); }
+  // A copy of `store` with a file of that name from `other`.
+  std::filesystem::path mixed(const char* store, const char* other, std::initializer_list<const char*> files) {
+    const std::filesystem::path at = directory_ / "mixed";
+    std::filesystem::remove_all(at);
+    std::filesystem::copy(directory_ / store, at);
+    for (const char* file : files)
+      std::filesystem::copy_file(directory_ / other / file, at / file, std::filesystem::copy_options::overwrite_existing);
+    return at;
+  }
+  void expect_refused(const std::filesystem::path& store, std::string_view why) {
+    using Mode = StoreOptions::Mode;
+    auto before = snapshot(store);
+    for (const Mode mode : {Mode::kRead, Mode::kReadWrite, Mode::kOpenOrCreate})
+      for (const Durability durability : {Durability::kCommit, Durability::kNone})
+        EXPECT_THAT(
+            message_of<FormatError>([&] { Store::open(store, {.mode = mode, .memory = 1 << 20, .durability = durability}); }),
+            AllOf(HasSubstr("redo.log"), HasSubstr("another moment"), HasSubstr(why)));
+    EXPECT_THAT(message_of<FormatError>([&] { plan_recovery(store); }), HasSubstr(why));
+    auto after = snapshot(store);
+    before.erase("LOCK");
+    after.erase("LOCK");
+    EXPECT_EQ(before, after);
+  }
+};
+
+TEST_F(MomentsTest, AnOldLogIsNotAppliedToLaterTables) {
+  expect_refused(mixed("later", "log", {"redo.log"}), "which is at commit 7: the log's last is 4");
+  expect_refused(mixed("later", "first", {"redo.log"}), "which is at commit 7: the log's last is 1");
+}
+
+TEST_F(MomentsTest, AnOldManifestOfTablesThatHaveGoneOnIsRefused) {
+  expect_refused(mixed("later", "first", {"embermap.json"}), "which is at commit 1: the tables' files have gone on to 7");
+}
+
+TEST_F(MomentsTest, ATableOfALaterMomentIsNotOpenedWithTheLogOfBefore) {
+  expect_refused(mixed("log", "later", {"embermap.json", "t.npy", "t.pages"}), "which is at commit 7: the log's last is 4");
+}
+
+TEST_F(MomentsTest, WhatIsOfOneMomentOpens) {
+  for (const auto& [name, commit] : {std::pair("first", 1), std::pair("log", 4), std::pair("later", 7)})
+    for (const auto mode : {StoreOptions::Mode::kRead, StoreOptions::Mode::kReadWrite}) {
+      Store store = Store::open(directory_ / name, {.mode = mode, .memory = 1 << 20});
+      EXPECT_EQ(store.commit_number(), static_cast<std::uint64_t>(commit));
+      EXPECT_EQ(gather(store.table("t"), {5})[0], static_cast<float>(commit));
+    }
+  // With the log moved away the manifest counts.
+  const auto without = mixed("later", "log", {"redo.log"});
+  std::filesystem::remove(without / "redo.log");
+  EXPECT_EQ(gather(Store::open(without, {.memory = 1 << 20}).table("t"), {5})[0], 7.0F);
+}
+
+TEST_F(StoreTest, ALogThatIsCutAfterItsHeaderWasReadIsLookedAtAgain) {
+  {
+    Store store = open();
+    scatter(store.create("t", {.rows = 10, .dim = 128}), {5}, std::vector<float>(128, 3));
+    store.close();
+  }
+  // The log began anew, and is not cut yet.
+  class Cuts final : public FileOps {
+   public:
+    ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
+      if (offset == 8192 && ++reads == 1) EXPECT_EQ(::truncate(log.c_str(), 8192), 0);
+      return FileOps::pread(fd, buffer, bytes, offset);
+    }
+    std::filesystem::path log;
+    int reads = 0;
+  };
+  const std::filesystem::path log = path() / "redo.log";
+  for (const bool history : {false, true}) {
+    std::filesystem::resize_file(log, 65536);
+    Cuts ops;
+    ops.log = log;
+    if (history) {
+      EXPECT_TRUE(commits_in_log(log, ops).empty());
+    } else {
+      Store reader = Store::open(path(), {.mode = StoreOptions::Mode::kRead, .memory = 1 << 20, .file_ops = &ops});
+      EXPECT_EQ(gather(reader.table("t"), {5})[0], 3.0F);
+    }
+    EXPECT_GE(ops.reads, 1);
+    EXPECT_EQ(std::filesystem::file_size(log), 8192U);
+  }
+}
+
+TEST_F(StoreTest, ATableThatIsRemovedWhileAReaderOpensIsNotThere) {
+  Store store = open();
+  for (const char* name : {"a", "t"}) store.create(name, {.rows = 10, .dim = 4});
+  class Removes final : public FileOps {
+   public:
+    int open(const char* file, int flags, mode_t mode) override {
+      if (std::string_view(file).ends_with("/t.npy") && std::exchange(store, nullptr) != nullptr) owner.remove("t");
+      return FileOps::open(file, flags, mode);
+    }
+    explicit Removes(Store& of) : owner{of}, store{&of} {}
+    Store& owner;
+    Store* store;
+  };
+  Removes ops(store);
+  Store reader = Store::open(path(), {.mode = StoreOptions::Mode::kRead, .memory = 1 << 20, .file_ops = &ops});
+  EXPECT_EQ(ops.store, nullptr);
+  EXPECT_EQ(reader.tables(), std::vector<std::string>{"a"});
+  EXPECT_THROW(reader.table("t"), NotFound);
 }
 
 TEST_F(StoreTest, AReaderFollowsFilesThatGetItsOwnCommit) {
