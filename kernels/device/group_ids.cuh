@@ -94,7 +94,7 @@ inline __global__ void __launch_bounds__(256) count_pages(const std::int64_t* id
     const std::uint32_t bit = 1U << (page % 32);
     found += (atomicOr(&bits[page / 32], bit) & bit) == 0 ? 1U : 0U;
   }
-  found = __reduce_add_sync(0xFFFFFFFFU, found);
+  for (unsigned other = 16; other != 0; other /= 2) found += __shfl_down_sync(0xFFFFFFFFU, found, other);
   if ((threadIdx.x & 31U) == 0 && found != 0) atomicAdd(pages, static_cast<unsigned long long>(found));
 }
 
