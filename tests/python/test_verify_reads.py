@@ -39,9 +39,9 @@ def test_damage_is_found_where_checksums_are_not_in_memory(path, mode):
     flip(path / "t.npy", page_at(3_000) + 700)
     bad = np.array([3_000 * PER_PAGE + 5])
     good = np.array([17, 2_999 * PER_PAGE + 7, 3_001 * PER_PAGE, ROWS - 1])
-    with em.open(path, mode, memory=MEMORY) as store:  # nobody asked
+    with em.open(path, mode=mode, memory=MEMORY) as store:  # nobody asked
         assert store["t"].gather(bad).shape == (1, DIM)
-    with em.open(path, mode, memory=MEMORY, verify="read") as store:
+    with em.open(path, mode=mode, memory=MEMORY, verify="read") as store:
         table = store["t"]
         np.testing.assert_array_equal(table.gather(good), rows_of(good))
         with pytest.raises(em.CorruptError, match=r"t\.npy.*24000.*24007"):
@@ -67,7 +67,7 @@ def test_batches_and_changes(path):
                 store.commit()
                 store.checkpoint()
         np.testing.assert_array_equal(table[:], want)
-    with em.open(path, "r", memory=MEMORY, verify="read") as store:
+    with em.open(path, mode="r", memory=MEMORY, verify="read") as store:
         np.testing.assert_array_equal(store["t"].gather(np.arange(0, ROWS, 7)), want[::7])
 
 
@@ -87,7 +87,7 @@ def test_a_damaged_checksum_is_an_error(path):
     with (path / "t.pages").open("rb") as f:
         offset = int.from_bytes(f.read(4096)[24:32], "little")
     flip(path / "t.pages", offset + 512 * 3 + 11)
-    with em.open(path, "r", memory=MEMORY, verify="read") as store:
+    with em.open(path, mode="r", memory=MEMORY, verify="read") as store:
         store["t"].gather([0])
         with pytest.raises(em.CorruptError, match=r"t\.pages"):
             store["t"].gather([127 * 3 * PER_PAGE + 1])
@@ -101,7 +101,7 @@ def test_adopted_files_without_checksums(tmp_path):
         np.testing.assert_array_equal(table.gather(ids), rows_of(ids))
         table.scatter(ids[:3], rows_of(ids[:3]) + 1)
         store.commit()
-    with em.open(tmp_path / "store", "r", memory=MEMORY, verify="read") as store:
+    with em.open(tmp_path / "store", mode="r", memory=MEMORY, verify="read") as store:
         np.testing.assert_array_equal(store["t"].gather(ids[3:]), rows_of(ids[3:]))
         np.testing.assert_array_equal(store["t"].gather(ids[:3]), rows_of(ids[:3]) + 1)
 
