@@ -110,7 +110,7 @@ void Store::Impl::look(bool accept_unclean) {
       view->check_moment(manifest.commit);
     }
     if (view && !view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), core_->path);
-    core_->unclean = UncommittedMark::present(core_->path, manifest.commit);
+    core_->unclean = UncommittedMark::present(core_->path, manifest.commit, core_->ops);
     if (core_->unclean && !accept_unclean)
       throw unclean_end(core_->path, manifest.commit,
                         "a writer without a redo log is at work, or its session ended without commit");

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <exception>
 #include <string>
@@ -16,11 +17,14 @@ namespace embermap {
 
 std::filesystem::path UncommittedMark::path() const { return store_ / kName; }
 
-bool UncommittedMark::present(const std::filesystem::path& store, std::uint64_t commit) {
-  const std::filesystem::path file = store / kName;
-  std::error_code error;
-  if (!std::filesystem::exists(file, error)) return false;
-  const std::string text = read_text(file, 64);
+bool UncommittedMark::present(const std::filesystem::path& store, std::uint64_t commit, FileOps& ops) {
+  std::string text;
+  try {
+    text = read_text(store / kName, 64, ops);
+  } catch (const IoError& error) {
+    if (error.error_number() == ENOENT) return false;
+    throw;
+  }
   std::uint64_t after = 0;
   const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), after);
   // An empty mark was made and its writer died before the number was in it; pages come after that, but who knows.

@@ -41,7 +41,7 @@ class UncommittedMark {
   static constexpr std::string_view kName = "UNCOMMITTED";
   UncommittedMark(std::filesystem::path store, FileOps& ops) : store_{std::move(store)}, ops_{ops} {}
   // True if a session ended (or one is running) with pages written after commit `commit`.
-  static bool present(const std::filesystem::path& store, std::uint64_t commit);
+  static bool present(const std::filesystem::path& store, std::uint64_t commit, FileOps& ops = FileOps::system());
   void set(std::uint64_t commit);
   void clear();
   bool is_set() const;

@@ -1672,6 +1672,32 @@ TEST_F(StoreTest, ATableThatIsRemovedWhileAReaderOpensIsNotThere) {
   EXPECT_THROW(reader.table("t"), NotFound);
 }
 
+TEST_F(StoreTest, AMarkThatAWriterRemovesWhileAReaderOpensIsNoError) {
+  Store store = Store::open(path(), {.memory = 1 << 20, .durability = Durability::kNone});
+  Table table = store.create("t", {.rows = 10, .dim = 4});
+  store.commit();
+  class Commits final : public FileOps {
+   public:
+    int open(const char* file, int flags, mode_t mode) override {
+      if (std::string_view(file).ends_with("/UNCOMMITTED")) {
+        ++looks;
+        if (Store* const of = std::exchange(store, nullptr); of != nullptr) of->commit();
+      }
+      return FileOps::open(file, flags, mode);
+    }
+    Store* store = nullptr;
+    int looks = 0;
+  };
+  Commits ops;
+  ops.store = &store;
+  scatter(table, {5}, std::vector<float>(4, 3));
+  table.verify();  // writes it
+  ASSERT_TRUE(std::filesystem::exists(path() / "UNCOMMITTED"));
+  Store reader = Store::open(path(), {.mode = StoreOptions::Mode::kRead, .memory = 1 << 20, .file_ops = &ops});
+  EXPECT_GE(ops.looks, 2) << "at what the commit left";
+  EXPECT_EQ(gather(reader.table("t"), {5})[0], 3.0F);
+}
+
 TEST_F(StoreTest, AReaderFollowsFilesThatGetItsOwnCommit) {
   Store store = open(9000);  // pages leave memory before the commit
   Table table = store.create("t", {.rows = 1000, .dim = 128, .init = Constant{3}});
