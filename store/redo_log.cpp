@@ -330,6 +330,11 @@ std::uint64_t RedoLog::uncommitted_bytes(std::uint64_t dirty_bytes) const {
   return std::max(head_ - epoch_, appended_ * entry_bytes_) + dirty;
 }
 
+bool RedoLog::index_is_full(std::uint64_t dirty_bytes) const {
+  const std::lock_guard lock(mutex_);
+  return entry_bytes_ > kEntryBytes && head_ - epoch_ + dirty_bytes <= options_.limit / 2;
+}
+
 std::uint64_t RedoLog::pages_at_once(std::uint64_t page_bytes) const noexcept {
   return std::max<std::uint64_t>(1, options_.limit / 4 / std::max(page_bytes, entry_bytes_));
 }

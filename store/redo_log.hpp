@@ -127,6 +127,10 @@ class RedoLog final : public LoggedPages {
   bool uncommitted(std::uint32_t table) const;  // whether something of it was appended that no commit has
   // What takes of the limit: what was appended and no commit has, and these bytes of pages that are still to be appended.
   std::uint64_t uncommitted_bytes(std::uint64_t dirty_bytes) const;
+  // Whether those bytes alone, and not the index's memory, would be within half of the limit.
+  bool index_is_full(std::uint64_t dirty_bytes) const;
+  // How many pages the index has memory for.
+  std::uint64_t index_pages() const noexcept { return options_.limit / entry_bytes_; }
   // How many pages of this size take a quarter of the limit.
   std::uint64_t pages_at_once(std::uint64_t page_bytes) const noexcept;
   std::uint64_t limit() const noexcept { return options_.limit; }

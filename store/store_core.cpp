@@ -211,6 +211,12 @@ void StoreCore::bound_log() {
   if (bytes <= log->limit() / 2) return;
   const auto store = owner.lock();
   if (!store) return;  // it is being closed
+  if (!autocommit && log->index_is_full(dirty_bytes.load(std::memory_order_relaxed)))
+    throw LogFullError(fmt::format(
+        "store {}: the pages changed since the last commit are more than half of the {} that the redo log's index has "
+        "room for in an eighth of the store's memory ({}). commit() more often, open the store with more memory, or let "
+        "it commit by itself (autocommit)",
+        printable(path), log->index_pages(), format_size(memory)));
   if (!autocommit)
     throw LogFullError(
         fmt::format("store {}: what was changed since the last commit takes {} bytes of the redo log's limit ({}), more than "

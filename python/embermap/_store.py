@@ -597,12 +597,12 @@ def _table_memory(memory: int | str | None) -> int:
 
 
 def _log_limit(limit: int | str | None) -> int:
-    """Bytes of the redo log; 0: as the memory."""
+    """Bytes of the redo log; 0: the default."""
     if limit is None:
         return 0
     size = _checks.size(limit, "log_limit")
     if size == 0:
-        raise ValueError("log_limit must be more than 0 bytes; None takes as much as memory")
+        raise ValueError("log_limit must be more than 0 bytes; None takes about four times memory")
     return size
 
 

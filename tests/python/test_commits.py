@@ -526,3 +526,20 @@ def test_a_damaged_log_is_named(crashed):
         with pytest.raises(em.FormatError, match=re.escape(str(log))):
             em.open(crashed, mode=mode)
     assert log.read_bytes() == whole
+
+
+def test_an_index_that_is_full_is_told_from_a_log_that_is(tmp_path):
+    path = tmp_path / "store"
+    rows = 8 * 25_000  # pages of 8 rows; an eighth of 16 MiB has room for some 40,000
+    with em.open(path, memory="64MiB") as store:
+        table = store.create("t", rows=rows, dim=128)
+        table[:] = np.zeros((rows, 128), np.float32)
+    with em.open(path, memory="16MiB", autocommit=False, log_limit="64GiB") as store:
+        table = store["t"]
+        one = np.ones((1_000, 128), np.float32)
+        with pytest.raises(em.LogFullError, match=r"pages changed.*index.*more memory"):
+            for first in range(0, rows, 8_000):
+                table.scatter(np.arange(first, first + 8_000, 8), one)
+        store.commit()
+        table.scatter([1], one[:1])
+        store.abandon()
