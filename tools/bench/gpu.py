@@ -41,6 +41,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
+import out_of_core
 import torch
 from out_of_core import BenchError, machine, parse_bytes
 from rivals import device as devices
@@ -211,31 +212,17 @@ def choose(axes: Axes, names: Sequence[str] | None, patterns: Sequence[str] | No
 # --- results --------------------------------------------------------------------------------------
 
 
-class Results:
-    """Measurements, as they come and as they are kept."""
+class Results(out_of_core.Results):
+    """Measurements, as they come and as they are kept, and embermap's counters."""
 
     def __init__(self) -> None:
         """Nothing yet."""
-        self.cases: list[dict[str, Any]] = []
+        super().__init__()
         self.stats: list[dict[str, Any]] = []
-        self.notes: list[str] = []
-        self.failed = False
 
-    def note(self, text: str) -> None:
-        """Something the reader must know."""
-        if text not in self.notes:
-            self.notes.append(text)
-            print(f"  note: {text}", flush=True)
-
-    def fail(self, text: str) -> None:
-        """embermap could not be measured: the run goes on, and ends with exit status 1."""
-        self.failed = True
-        self.note(text)
-
-    def add(self, entry: dict[str, Any]) -> None:
-        """One way in one case."""
-        self.cases.append(entry)
-        print("  " + line_of(entry), flush=True)
+    def line(self, entry: dict[str, Any]) -> str:
+        """An entry for people."""
+        return line_of(entry)
 
 
 def line_of(entry: dict[str, Any]) -> str:

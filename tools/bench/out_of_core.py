@@ -151,9 +151,13 @@ class Results:
         self.note(text)
 
     def add(self, entry: dict[str, Any]) -> None:
-        """One store in one case."""
+        """One contestant in one case."""
         self.cases.append(entry)
-        print("  " + line_of(entry), flush=True)
+        print("  " + self.line(entry), flush=True)
+
+    def line(self, entry: dict[str, Any]) -> str:
+        """An entry for people."""
+        return line_of(entry)
 
 
 def line_of(entry: dict[str, Any]) -> str:
