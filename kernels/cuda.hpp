@@ -105,6 +105,21 @@ class CudaBatch {
   std::vector<std::uint64_t> page_starts;
 };
 
+// Rows of a batch on their way between frames and the device that no call has waited for. Until it has landed the frames must
+// keep their pages, and nobody but the engine may write to them (rows on their way to the device), or use those rows at all (rows
+// on their way back). Thread-safe. Its end waits, if that was not done.
+class CudaFlight {
+ public:
+  virtual ~CudaFlight() = default;
+  // Whether it is over. Does not wait. Throws CudaError if the device has failed; the rows are then lost.
+  virtual bool landed() = 0;
+  virtual void wait() = 0;  // likewise
+  // Once landed: what it moved, with the time; and for a gather() how many distinct pages its ids lie on.
+  virtual Moved moved() = 0;
+  virtual std::uint64_t pages() = 0;
+  virtual std::uint64_t device_bytes() const noexcept = 0;  // that it keeps
+};
+
 // The CUDA side of the tables on one device. Thread safety: calls on different streams and batches may run at once.
 //
 // All work is done in the order of the caller's stream: on it, or, where threads of the host move rows, on streams of the
@@ -139,11 +154,12 @@ class CudaEngine {
 
   // out[i] = bytes [offset, offset + bytes) of the record of row ids[i], for a whole table of which every row is in memory: what
   // begin_batch, fetch and expand do, with as little waiting between them as can be. Enqueues; the frames must keep their pages
-  // until the stream has passed. RowIdError, with `out` untouched, where an id is bad. Returns the batch, for moved() and
-  // pages_used().
+  // until the stream has passed. RowIdError, with `out` untouched, where an id is bad. Returns the batch, for moved(),
+  // pages_used() and depart(). `behind`: of write_back_behind(), rows of the same table, which are taken from there, see patch().
   virtual std::unique_ptr<CudaBatch> gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                             const std::string& table, const FrameSource& source, std::uint64_t offset,
-                                            std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream) = 0;
+                                            std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream,
+                                            const std::shared_ptr<CudaFlight>& behind = {}) = 0;
   // How many distinct pages the ids of a gather() lie on. The stream must have been waited for.
   virtual std::uint64_t pages_used(const CudaBatch& batch) const = 0;
 
@@ -170,8 +186,25 @@ class CudaEngine {
                                const std::byte* in, ThreadPool& pool, CudaStream stream,
                                const std::function<void()>& meanwhile) = 0;
 
-  // out[i] = working set row of ids[i], `bytes` each (device memory, as all data below).
+  // For batches of a whole table whose frames are registered: what a caller need not wait for.
+  //
+  // Rows that `behind` takes back to their frames, and that may not be there yet, are taken from it where the batch has fetched
+  // them. Enqueues.
+  virtual void patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, CudaStream stream) = 0;
+  // Whether write_back_behind() is worth it: a kernel alone is about as fast as the best way.
+  virtual bool writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) = 0;
+  // write_back() on a stream of the engine's own, by a kernel, when `stream` has come to here, the rows of `readers` have left
+  // their frames, and those of earlier calls have arrived. Settles the batch, so that a bad id is thrown here at the latest.
+  virtual std::shared_ptr<CudaFlight> write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
+                                                        std::span<const std::shared_ptr<CudaFlight>> readers, ThreadPool& pool,
+                                                        CudaStream stream) = 0;
+  // What fetch or gather have enqueued for the batch, as a flight. `behind` is what patch() or gather() was given.
+  virtual std::shared_ptr<CudaFlight> depart(std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& behind,
+                                             CudaStream stream) = 0;
+
+  // out[i] = working set row of ids[i], `bytes` each (device memory, as all data below); or the first `bytes` of that row.
   virtual void expand(CudaBatch& batch, std::byte* out, CudaStream stream) = 0;
+  virtual void expand(CudaBatch& batch, std::uint64_t bytes, std::byte* out, CudaStream stream) = 0;
 
   // Working set row of each distinct id = the row of `in` at its last position.
   virtual void assign(CudaBatch& batch, const std::byte* in, CudaStream stream) = 0;

@@ -43,24 +43,33 @@ std::vector<MoverWay> mover_ways(unsigned threads) {
   return ways;
 }
 
-MoverRate MoverModel::choose(const MoverCase& of) const {
-  {
-    const std::lock_guard lock(mutex_);
-    const MoverMeasurement* nearest = nullptr;
-    double least = std::numeric_limits<double>::infinity();
-    for (const MoverMeasurement& measurement : measured_) {
-      const double far = distance(measurement.of, of);
-      if (far < least && !measurement.rates.empty()) {
-        least = far;
-        nearest = &measurement;
-      }
+template <class May>
+std::optional<MoverRate> MoverModel::fastest(const MoverCase& of, const May& may) const {
+  const std::lock_guard lock(mutex_);
+  const MoverMeasurement* nearest = nullptr;
+  double least = std::numeric_limits<double>::infinity();
+  for (const MoverMeasurement& measurement : measured_) {
+    const double far = distance(measurement.of, of);
+    if (far < least && !measurement.rates.empty()) {
+      least = far;
+      nearest = &measurement;
     }
-    if (nearest != nullptr)
-      return *std::max_element(nearest->rates.begin(), nearest->rates.end(),
-                               [](const MoverRate& a, const MoverRate& b) { return a.bytes_per_second < b.bytes_per_second; });
   }
+  std::optional<MoverRate> best;
+  if (nearest != nullptr)
+    for (const MoverRate& rate : nearest->rates)
+      if (may(rate.way) && (!best || rate.bytes_per_second > best->bytes_per_second)) best = rate;
+  return best;
+}
+
+MoverRate MoverModel::choose(const MoverCase& of) const {
+  if (const auto best = fastest(of, [](const MoverWay&) { return true; })) return *best;
   if (of.rows < kFewBytes / std::max<std::uint64_t>(of.row_bytes, 1)) return {.way = kSmallKernel};
   return {.way = {4, 1024, std::min(of.threads, kMostMoverThreads)}};
+}
+
+MoverRate MoverModel::choose_kernel(const MoverCase& of) const {
+  return fastest(of, [](const MoverWay& way) { return way.host_threads == 0; }).value_or(MoverRate{.way = kSmallKernel});
 }
 
 bool MoverModel::knows(const MoverCase& of) const {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 namespace embermap {
@@ -53,6 +54,8 @@ class MoverModel {
   // The fastest way in the measured case that is most like this one; without any measurement for as many threads a choice that is
   // good on the machines that we know: a kernel for few bytes, both movers for more.
   MoverRate choose(const MoverCase& of) const;
+  // The same among the ways that need no threads of the host.
+  MoverRate choose_kernel(const MoverCase& of) const;
   // Whether something like it was measured: rows of about this length in a pool of about this size.
   bool knows(const MoverCase& of) const;
   // Replaces measurements of the same case.
@@ -61,6 +64,9 @@ class MoverModel {
   void clear();
 
  private:
+  // Of the nearest case, the fastest way that `may` accepts; none without a case.
+  template <class May>
+  std::optional<MoverRate> fastest(const MoverCase& of, const May& may) const;
   mutable std::mutex mutex_;
   std::vector<MoverMeasurement> measured_;
 };

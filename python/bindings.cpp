@@ -450,6 +450,7 @@ void bind_table(nb::module_& m) {
       .def("cancel", &Prefetch::cancel, Release())
       .def("wait", &wait_for, "timeout"_a.none())
       .def("done", &Prefetch::done, Release());
+  nb::class_<WorkingSet>(m, "WorkingSet").def("__bool__", [](const WorkingSet& set) { return static_cast<bool>(set); });
   nb::class_<Table>(m, "Table")
       .def_prop_ro("name", [](const Table& t) { return std::string(t.name()); })
       .def_prop_ro("file", &Table::file, Release())
@@ -524,11 +525,18 @@ void bind_table(nb::module_& m) {
       .def(
           "update_device",
           [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t grads, std::string_view grad_dtype,
-             std::uintptr_t stream, std::optional<double> lr) {
+             std::uintptr_t stream, std::optional<double> lr, const WorkingSet* from) {
             t.update(device, pointer<const std::int64_t>(ids), count, pointer<const std::byte>(grads), parse_dtype(grad_dtype),
-                     {pointer<void>(stream)}, lr);
+                     {pointer<void>(stream)}, lr, from);
           },
-          "device"_a, "ids"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, "lr"_a.none(), Release())
+          "device"_a, "ids"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, "lr"_a.none(), "working_set"_a.none(), Release())
+      .def(
+          "gather_working_set",
+          [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t out, std::uintptr_t stream) {
+            return t.gather_working_set(device, pointer<const std::int64_t>(ids), count, pointer<std::byte>(out),
+                                        {pointer<void>(stream)});
+          },
+          "device"_a, "ids"_a, "count"_a, "out"_a, "stream"_a, Release())
       .def(
           "read",
           [](Table& t, std::uint64_t first, std::uint64_t count, const WritableBytes& out, std::string_view field) {

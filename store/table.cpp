@@ -50,8 +50,12 @@ void Table::add(int device, const std::int64_t* ids, std::uint64_t count, const 
   impl_->add_device(device, ids, count, rows, stream);
 }
 void Table::update(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-                   CudaStream stream, std::optional<double> lr) {
-  impl_->update_device(device, ids, count, grads, grad_dtype, stream, lr);
+                   CudaStream stream, std::optional<double> lr, const WorkingSet* from) {
+  impl_->update_device(device, ids, count, grads, grad_dtype, stream, lr, from);
+}
+WorkingSet Table::gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
+                                     CudaStream stream) {
+  return impl_->gather_working_set(device, ids, count, out, stream);
 }
 
 void Table::read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field) {

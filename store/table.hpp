@@ -135,6 +135,20 @@ class Prefetch {
   std::shared_ptr<State> state_;
 };
 
+// What Table::gather_working_set() keeps for an update; empty where it kept nothing. Device memory, as long as this lives: the
+// records of the batch's distinct rows, and 20 bytes an id. Copies are the same one, good for one update. To be used and ended
+// while the stream lives.
+class WorkingSet {
+ public:
+  WorkingSet() = default;
+  explicit operator bool() const noexcept { return state_ != nullptr; }
+
+ private:
+  friend class TableImpl;
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
 // A handle; copies name the same table. Stays valid after the store is closed or the table removed, and then throws ClosedError.
 //
 // Thread safety: all members may be called from several threads. gather, read and the reading of pages for any call run side by
@@ -188,15 +202,21 @@ class Table {
   // once; ids that nobody asks for afterwards only cost their reads.
   Prefetch prefetch(std::span<const std::int64_t> ids);
 
-  // The same with ids and data in device memory of `device`, ordered on `stream`. When they return, the hot pages are no longer
-  // used by the device; results in device memory are ordered on `stream`. Element counts: `count` ids, count x dim elements.
+  // The same with ids and data in device memory of `device`, ordered on `stream`: results in device memory are there when the
+  // stream has passed the call, and ids and data must stay as they are until then. Rows may still be on their way from or to the
+  // hot pages when a call returns; whoever needs those rows next waits for them, in whichever call, on the host too. A failure of
+  // the device shows in such a call. Element counts: `count` ids, count x dim elements.
   void gather(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, std::string_view field,
               CudaStream stream);
   void scatter(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, std::string_view field,
                CudaStream stream);
   void add(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream);
   void update(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-              CudaStream stream, std::optional<double> lr = {});
+              CudaStream stream, std::optional<double> lr = {}, const WorkingSet* from = nullptr);
+  // gather() of the weights for rows that will be updated: where all of the table is in memory, keeps what it has fetched. An
+  // update with the same ids in the same order, on the same stream, then takes it `from` there, sorts and fetches nothing, and
+  // gives the same bits; where rows have changed since then it does all anew.
+  WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
 
   // Consecutive rows [first, first + count) past the hot pages: for scans, import and export; they evict nothing. Rows of one
   // page are read at one moment, so no row is torn; a call that changes rows meanwhile does not wait for the whole read, and may

@@ -2,6 +2,7 @@
 // holds them, the device moves the rows.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 
@@ -14,7 +15,19 @@ namespace embermap {
 namespace {
 // Batches of fewer bytes move well enough without being measured.
 constexpr std::uint64_t kWorthMeasuring = 8 << 20;
+// Of gathers that nobody waited for; what is beyond is waited for.
+constexpr std::size_t kMostReaders = 4;
+constexpr std::uint64_t kMostReaderBytes = 64 << 20;  // of device memory
 }  // namespace
+
+// The records that a gather brought, by the table's count of changes.
+struct WorkingSet::State {
+  std::shared_ptr<CudaBatch> batch;
+  const TableImpl* table = nullptr;
+  std::uint64_t changes = 0;
+  std::uint64_t count = 0;
+  void* stream = nullptr;
+};
 
 FrameSource TableImpl::frame_source(HotPages& pages) const {
   return {.slab = pages.slab().data(),
@@ -64,17 +77,23 @@ void TableImpl::measure_movers(CudaEngine& engine, std::uint64_t count, std::uin
 }
 
 void TableImpl::note_moved(const DeviceCall& call) {
-  const Moved moved = call.engine.moved(*call.batch);
+  Moved moved = call.engine.moved(*call.batch);
+  moved.nanoseconds = call.nanoseconds;
+  note_moved(moved);
+}
+
+void TableImpl::note_moved(const Moved& moved) const {
   const std::lock_guard lock(moved_mutex_);
   moved_.batches += moved.batches;
   moved_.kernel_rows += moved.kernel_rows;
   moved_.thread_rows += moved.thread_rows;
   moved_.pageable_rows += moved.pageable_rows;
   moved_.bytes += moved.bytes;
-  moved_.nanoseconds += call.nanoseconds;
+  moved_.nanoseconds += moved.nanoseconds;
 }
 
 DeviceStats TableImpl::device_stats() const {
+  land(Access::kWrite);  // what is under way counts as well
   DeviceStats stats;
   stats.device = core_->device;
   if (CudaEngine* const engine = core_->engine_in_use()) {
@@ -89,6 +108,97 @@ DeviceStats TableImpl::device_stats() const {
   stats.bytes = moved_.bytes;
   stats.seconds = static_cast<double>(moved_.nanoseconds) * 1e-9;
   return stats;
+}
+
+std::shared_lock<FairSharedMutex> TableImpl::reading_rows() {
+  std::shared_lock lock(rows_);
+  land(Access::kRead);
+  return lock;
+}
+
+std::unique_lock<FairSharedMutex> TableImpl::changing_rows() {
+  std::unique_lock lock(rows_);
+  land(Access::kWrite);
+  ++changes_;
+  return lock;
+}
+
+void TableImpl::land(Access access) const {
+  if (!flying_.load(std::memory_order_acquire)) return;
+  const std::lock_guard lock(flights_mutex_);
+  if (behind_) {
+    behind_->wait();
+    retire(*behind_);
+    behind_.reset();
+  }
+  if (access == Access::kWrite) {
+    while (!readers_.empty()) {
+      readers_.back()->wait();
+      retire(*readers_.back());
+      readers_.pop_back();
+    }
+  }
+  if (readers_.empty()) flying_.store(false, std::memory_order_release);
+}
+
+void TableImpl::land_quietly() const noexcept {
+  try {
+    land(Access::kWrite);
+  } catch (const Error&) {
+    // The device has failed, as whoever used it was told.
+    const std::lock_guard lock(flights_mutex_);
+    behind_.reset();
+    readers_.clear();
+    flying_.store(false, std::memory_order_release);
+  }
+}
+
+void TableImpl::retire(CudaFlight& flight) const {
+  const Moved moved = flight.moved();
+  static_cast<WholePages&>(*hot_ready_.load(std::memory_order_acquire)).count_hits(flight.pages());
+  note_moved(moved);
+}
+
+std::shared_ptr<CudaFlight> TableImpl::behind() const {
+  if (!flying_.load(std::memory_order_acquire)) return nullptr;
+  const std::lock_guard lock(flights_mutex_);
+  if (behind_ && behind_->landed()) {
+    retire(*behind_);
+    behind_.reset();
+  }
+  return behind_;
+}
+
+void TableImpl::add_reader(std::shared_ptr<CudaFlight> flight) {
+  std::vector<std::shared_ptr<CudaFlight>> over;  // the oldest ones
+  {
+    const std::lock_guard lock(flights_mutex_);
+    flying_.store(true, std::memory_order_release);
+    readers_.push_back(std::move(flight));
+    std::uint64_t bytes = 0;
+    for (const auto& reader : readers_) bytes += reader->device_bytes();
+    for (const auto& reader : readers_) {
+      if (readers_.size() - over.size() <= kMostReaders && bytes <= kMostReaderBytes && !reader->landed()) break;
+      bytes -= reader->device_bytes();
+      over.push_back(reader);
+    }
+  }
+  for (const auto& reader : over) reader->wait();
+  const std::lock_guard lock(flights_mutex_);
+  for (const auto& reader : over) {
+    const auto at = std::find(readers_.begin(), readers_.end(), reader);
+    if (at == readers_.end()) continue;  // somebody else has waited for it as well
+    retire(*reader);
+    readers_.erase(at);
+  }
+}
+
+WholePages* TableImpl::resident() {
+  if (entry_.geometry.rows == 0) return nullptr;  // there are no frames, and every id is bad
+  HotPages& pages = hot();
+  if (!pages.whole()) return nullptr;
+  auto& whole = static_cast<WholePages&>(pages);
+  return whole.all_ready() ? &whole : nullptr;
 }
 
 void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream stream, const DevicePass& body) {
@@ -108,13 +218,13 @@ void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream st
 }
 
 void TableImpl::device_pass(DeviceCall& call, Access access, CudaStream stream, const std::function<void()>& body) {
-  std::shared_lock<FairSharedMutex> reading(rows_, std::defer_lock);
-  std::unique_lock<FairSharedMutex> writing(rows_, std::defer_lock);
+  std::shared_lock<FairSharedMutex> reading;
+  std::unique_lock<FairSharedMutex> writing;
   if (call.shared.owns_lock()) {
     if (access == Access::kRead)
-      reading.lock();
+      reading = reading_rows();
     else
-      writing.lock();
+      writing = changing_rows();
   }
   const auto begin = std::chrono::steady_clock::now();
   try {
@@ -204,20 +314,71 @@ bool TableImpl::gather_whole(int device, const std::int64_t* ids, std::uint64_t 
   CudaEngine& engine = core_->engine(device);
   if (count == 0) return false;
   measure_movers(engine, count, field.offset, field.bytes);
-  DeviceCall call{engine, side_by_side(), {}, nullptr};
-  if (entry_.geometry.rows == 0) return false;  // there are no frames, and every id is bad
-  HotPages& pages = hot();
-  if (!pages.whole()) return false;
-  auto& whole = static_cast<WholePages&>(pages);
-  if (!whole.all_ready()) return false;
-  device_pass(call, Access::kRead, stream, [&] {
-    call.batch = engine.gather(ids, count, entry_.geometry.rows, name_, frame_source(pages), field.offset, field.bytes, out,
-                               core_->movers(), stream);
+  const auto lock = side_by_side();
+  const WholePages* const pages = resident();
+  if (pages == nullptr) return false;
+  const FrameSource source = frame_source(hot());
+  const std::shared_lock reading(rows_);  // nobody begins to change rows before this call's are on their way
+  begin_flight(engine, stream, [&] {
+    if (!source.registered) land(Access::kRead);
+    const std::shared_ptr<CudaFlight> newer = behind();
+    std::shared_ptr<CudaBatch> batch = engine.gather(ids, count, entry_.geometry.rows, name_, source, field.offset, field.bytes,
+                                                     out, core_->movers(), stream, newer);
+    add_reader(engine.depart(std::move(batch), newer, stream));
   });
-  whole.count_hits(engine.pages_used(*call.batch));
-  note_moved(call);
   rows_gathered_ += count;
   return true;
+}
+
+void TableImpl::begin_flight(CudaEngine& engine, CudaStream stream, const std::function<void()>& body) {
+  try {
+    body();
+  } catch (...) {
+    // What has been enqueued must not go on without being known.
+    try {
+      engine.wait(stream);
+    } catch (const CudaError&) {
+      // the first error is the one to report
+    }
+    throw;
+  }
+}
+
+WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
+                                         CudaStream stream) {
+  const Field& weight = schema_.fields()[0];
+  const std::uint64_t bytes = schema_.record_bytes();
+  const auto plain = [&] {
+    gather_device(device, ids, count, out, weight.name, stream);
+    return WorkingSet();
+  };
+  if (count == 0 || core_->pin == Pin::kMapping || !writable()) return plain();
+  CudaEngine& engine = core_->engine(device);
+  measure_movers(engine, count, 0, bytes);
+  {
+    const auto lock = side_by_side();
+    const WholePages* const pages = resident();
+    if (pages != nullptr && pinned_.registered()) {
+      WorkingSet kept;
+      kept.state_ = std::make_shared<WorkingSet::State>();
+      const FrameSource source = frame_source(hot());
+      const std::shared_lock reading(rows_);
+      begin_flight(engine, stream, [&] {
+        const std::shared_ptr<CudaFlight> newer = behind();
+        std::shared_ptr<CudaBatch> batch =
+            engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
+        engine.fetch(*batch, source, 0, {}, 0, bytes, core_->movers(), stream);
+        (void)engine.keys(*batch);  // throws for a bad id: `out` has not been touched
+        if (newer) engine.patch(*batch, newer, stream);
+        engine.expand(*batch, weight.bytes, out, stream);
+        *kept.state_ = {.batch = batch, .table = this, .changes = changes_, .count = count, .stream = stream.handle};
+        add_reader(engine.depart(std::move(batch), newer, stream));
+      });
+      rows_gathered_ += count;
+      return kept;
+    }
+  }
+  return plain();
 }
 
 void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows,
@@ -253,7 +414,7 @@ void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t co
 }
 
 void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-                              CudaStream stream, std::optional<double> lr) {
+                              CudaStream stream, std::optional<double> lr, const WorkingSet* from) {
   {
     const auto lock = side_by_side();
     check_writable();
@@ -268,14 +429,21 @@ void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t
       [&] {
         ++step_;
         entry_changed_ = true;
-      });
+      },
+      from);
 }
 
 void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
-                              const std::function<void(CudaEngine&, CudaBatch&)>& change, const std::function<void()>& done) {
+                              const DeviceChange& change, const std::function<void()>& done, const WorkingSet* from) {
   core_->bound_log();
+  if (from != nullptr && change_kept(device, *from, count, stream, change, done)) return;
   DeviceCall call = begin_device(device, ids, count, 0, bytes, stream);
   if (count == 0) return;
+  if (change_behind(call, bytes, stream, change, done)) {
+    rows_written_ += count;
+    note_dirty();
+    return;
+  }
   CudaEngine& engine = call.engine;
   CudaBatch& batch = *call.batch;
   const bool one_pass = call.shared.owns_lock();
@@ -301,6 +469,62 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
   note_moved(call);
   rows_written_ += count;
   note_dirty();
+}
+
+bool TableImpl::change_behind(DeviceCall& call, std::uint64_t bytes, CudaStream stream, const DeviceChange& change,
+                              const std::function<void()>& done) {
+  WholePages* const pages = call.shared.owns_lock() ? resident() : nullptr;
+  if (pages == nullptr) return false;
+  const FrameSource source = frame_source(*pages);
+  if (!call.engine.writes_behind(*call.batch, source, core_->movers())) return false;
+  const std::unique_lock writing(rows_);
+  begin_flight(call.engine, stream, [&] {
+    const std::shared_ptr<CudaFlight> newer = behind();
+    call.engine.fetch(*call.batch, source, 0, {}, 0, bytes, core_->movers(), stream);
+    if (newer) call.engine.patch(*call.batch, newer, stream);
+    write_behind(call.engine, std::move(call.batch), newer, source, stream, change, done);
+  });
+  return true;
+}
+
+bool TableImpl::change_kept(int device, const WorkingSet& from, std::uint64_t count, CudaStream stream,
+                            const DeviceChange& change, const std::function<void()>& done) {
+  if (!from.state_ || from.state_->table != this || from.state_->count != count || from.state_->stream != stream.handle)
+    return false;
+  CudaEngine& engine = core_->engine(device);
+  const auto lock = side_by_side();
+  check_writable();
+  WholePages* const pages = resident();
+  if (pages == nullptr) return false;
+  const FrameSource source = frame_source(*pages);
+  const std::unique_lock writing(rows_);
+  const std::shared_ptr<CudaBatch> batch = std::move(from.state_->batch);  // its rows are those of this moment only once
+  if (!batch || from.state_->changes != changes_ || !engine.writes_behind(*batch, source, core_->movers())) return false;
+  begin_flight(engine, stream, [&] { write_behind(engine, batch, behind(), source, stream, change, done); });
+  rows_written_ += count;
+  note_dirty();
+  return true;
+}
+
+void TableImpl::write_behind(CudaEngine& engine, std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& before,
+                             const FrameSource& source, CudaStream stream, const DeviceChange& change,
+                             const std::function<void()>& done) {
+  auto& pages = static_cast<WholePages&>(hot());
+  // Before anything changes: bad ids are thrown here. Pages are marked while rows move.
+  pages.load_rows(engine.keys(*batch), Access::kWrite);
+  change(engine, *batch);
+  ++changes_;
+  // Whoever fetches takes rows that are on their way back from one batch, not from several.
+  if (before) before->wait();
+  const std::lock_guard lock(flights_mutex_);
+  if (behind_) {
+    behind_->wait();
+    retire(*behind_);
+    behind_.reset();
+  }
+  flying_.store(true, std::memory_order_release);
+  behind_ = engine.write_back_behind(std::move(batch), source, readers_, core_->movers(), stream);
+  done();
 }
 
 }  // namespace embermap

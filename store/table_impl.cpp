@@ -78,6 +78,8 @@ TableImpl::Alone TableImpl::alone() const {
   core_->check_usable();
   Alone lock(files_);
   check_open();
+  land(Access::kWrite);
+  ++changes_;
   return lock;
 }
 
@@ -241,7 +243,7 @@ void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> o
 void TableImpl::gather_whole(std::span<const std::int64_t> ids, std::byte* out, const Field& field) {
   auto& pages = static_cast<WholePages&>(hot());
   if (const auto bad = pages.load_rows(ids, entry_.geometry.rows)) throw RowIdError(name_, ids[*bad], *bad, entry_.geometry.rows);
-  const std::shared_lock reading(rows_);
+  const auto reading = reading_rows();
   gather_rows(pages.frame(0) + field.offset, entry_.geometry.stride,
               {reinterpret_cast<const std::uint64_t*>(ids.data()), ids.size()}, field.bytes, out, core_->compute);
   rows_gathered_ += ids.size();
@@ -261,7 +263,7 @@ bool TableImpl::gather_block(std::span<const std::uint64_t> ids, std::byte* out,
     for (std::uint64_t i = begin; i < end; ++i)
       rows[i] = pages_in_memory.frame(frames[i]) + (ids[i] - pages[i] * geometry.rows_per_page) * geometry.stride + field.offset;
   });
-  const std::shared_lock reading(rows_);
+  const auto reading = reading_rows();
   gather_rows(rows, field.bytes, out, core_->compute);
   return true;
 }
@@ -288,7 +290,7 @@ void TableImpl::change(Shared lock, std::span<const std::int64_t> ids, const Bat
     passes.advance();
     if (passes.all()) {
       std::optional<HotPages::Hold> hold(passes.hold(Access::kWrite, change.replaces));
-      const std::unique_lock writing(rows_);
+      const auto writing = changing_rows();
       change.body(0, passes.records());
       hold->replaced();
       // Before rows_ is let go: until its hold ends, scans take a replaced page from the file, which has the rows before.
@@ -470,7 +472,12 @@ void TableImpl::set_memory(std::uint64_t bytes) {
   if (core_->writable) entry_changed_ = true;  // else there is no commit to record it
 }
 
-TableImpl::Alone TableImpl::stand_still() { return Alone(files_); }
+TableImpl::Alone TableImpl::stand_still() {
+  Alone lock(files_);
+  land(Access::kWrite);
+  ++changes_;
+  return lock;
+}
 
 bool TableImpl::changed() const {
   return entry_changed_ || file_->ahead() || (hot_ && hot_->counts().dirty != 0) ||
@@ -690,6 +697,7 @@ void TableImpl::replace_files(TableEntry entry, File data, PageLedger ledger) {
 
 void TableImpl::close(bool removed) noexcept {
   const Alone lock(files_);
+  land_quietly();
   release_hot();
   if (core_->log) core_->log->detach(entry_.id, removed);
   end_mapping();
@@ -710,6 +718,7 @@ PageIoReport TableImpl::io_report() const {
 
 TableCounters TableImpl::counters() const {
   const auto lock = side_by_side();
+  land(Access::kWrite);
   return counters_now();
 }
 
@@ -733,6 +742,7 @@ TableCounters TableImpl::counters_now() const {
 
 TableStats TableImpl::stats() const {
   const auto lock = side_by_side();
+  land(Access::kWrite);  // what is under way counts as well
   TableStats stats;
   HotPages::Counts counts;
   {

@@ -44,6 +44,8 @@ std::string table_header(const Schema& schema, const Geometry& geometry);
 // Lock order: Store::Impl's mutex, then files_, then hot_mutex_, then a Hold (which may have to be waited for), then rows_, then
 // HotPages' own. mapped_mutex_ comes after files_, and nothing but a mapping's own lock inside it. Nothing calls back up with one
 // of them held.
+class WholePages;
+
 class TableImpl : public std::enable_shared_from_this<TableImpl> {
  public:
   TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEntry entry, File data, PageLedger ledger);
@@ -61,7 +63,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
                       CudaStream stream);
   void add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream);
   void update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-                     CudaStream stream, std::optional<double> lr);
+                     CudaStream stream, std::optional<double> lr, const WorkingSet* from);
+  WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
   // Past the hot pages (table_scan.cpp).
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field);
   void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
@@ -207,18 +210,43 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   };
   PageRows rows_of_page(std::uint64_t page, std::uint64_t first, std::uint64_t count) const;
 
+  using DeviceChange = std::function<void(CudaEngine&, CudaBatch&)>;
   // Fetches `bytes` of every record of the batch, lets `change` work on them, writes them back, and calls `done`.
   void change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
-                     const std::function<void(CudaEngine&, CudaBatch&)>& change, const std::function<void()>& done);
+                     const DeviceChange& change, const std::function<void()>& done, const WorkingSet* from = nullptr);
 
   // A batch on a device with files_ held the way it has to be: shared if its pages fit into memory together, else alone.
   struct DeviceCall {
     CudaEngine& engine;
     Shared shared;
     Alone alone;
-    std::unique_ptr<CudaBatch> batch;
+    std::shared_ptr<CudaBatch> batch;
     std::uint64_t nanoseconds = 0;
   };
+  // What a device does to frames when nobody waits for it (table_device.cpp). Only where all pages are in memory for good: rows
+  // of gathers are read without rows_ being shared any more, and those of the last change are written without it being taken. So
+  // whoever locks rows_, or files_ alone, waits for them, once the lock is held: with it nobody can begin another.
+  std::shared_lock<FairSharedMutex> reading_rows();   // and no row is on its way back
+  std::unique_lock<FairSharedMutex> changing_rows();  // and none is on its way at all
+  // Throws CudaError if the device has failed: then for ever.
+  void land(Access access) const;
+  void land_quietly() const noexcept;
+  void retire(CudaFlight& flight) const;       // counts what it moved
+  std::shared_ptr<CudaFlight> behind() const;  // the change on its way back, if there is one
+  void add_reader(std::shared_ptr<CudaFlight> flight);
+  // The pages, if the way above may be used. files_ must be held.
+  WholePages* resident();
+  // Calls body(), which enqueues. If it throws, waits for the stream.
+  static void begin_flight(CudaEngine& engine, CudaStream stream, const std::function<void()>& body);
+  // False, and nothing done, if the way above may not be used, or is not worth it.
+  bool change_behind(DeviceCall& call, std::uint64_t bytes, CudaStream stream, const DeviceChange& change,
+                     const std::function<void()>& done);
+  // False likewise, or if the working set is not what the rows are now.
+  bool change_kept(int device, const WorkingSet& from, std::uint64_t count, CudaStream stream, const DeviceChange& change,
+                   const std::function<void()>& done);
+  void write_behind(CudaEngine& engine, std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& before,
+                    const FrameSource& source, CudaStream stream, const DeviceChange& change, const std::function<void()>& done);
+
   // Bytes [offset, offset + bytes) of the records are to be moved.
   DeviceCall begin_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t offset, std::uint64_t bytes,
                           CudaStream stream);
@@ -229,6 +257,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void measure_movers(CudaEngine& engine, std::uint64_t count, std::uint64_t offset, std::uint64_t bytes);
   // Adds what the batch moved, in so much time, to the statistics.
   void note_moved(const DeviceCall& call);
+  void note_moved(const Moved& moved) const;
   // Calls body(frames of the slab, first, frames) for consecutive stretches of the batch's pages that fit into memory together;
   // the frames are held until the stream has passed. Where the call shares files_, rows_ is taken around the one stretch.
   // It hands `meanwhile`, what the host has to do while the device is busy, on to the engine's fetch or write_back.
@@ -262,7 +291,12 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::unique_ptr<MappedTable> mapped_;
   mutable std::atomic<std::uint64_t> rows_gathered_{0}, rows_written_{0}, rows_mapped_{0};
   mutable std::mutex moved_mutex_;
-  Moved moved_;  // to and from the device
+  mutable Moved moved_;  // to and from the device
+  mutable std::mutex flights_mutex_;
+  mutable std::atomic<bool> flying_{false};
+  mutable std::vector<std::shared_ptr<CudaFlight>> readers_;
+  mutable std::shared_ptr<CudaFlight> behind_;
+  mutable std::atomic<std::uint64_t> changes_{0};  // of rows, or of where they are: with rows_ taken, or files_ taken alone
 };
 
 }  // namespace embermap

@@ -139,7 +139,7 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
   for_steps(geometry.page_of(first), geometry.page_of(first + count - 1) + 1, [&](ScanStep& step) {
     // From the look at what is in memory to the last copy nobody changes rows: what is read from the file beside it is as old.
     // Only for one step: a change does not wait for the whole scan.
-    const std::shared_lock reading(rows_);
+    const auto reading = reading_rows();
     std::optional<HotPages::Hold> hold;
     if (ready != nullptr) hold.emplace(ready->hold_resident(step.pages, step.frames, Access::kRead));
     step.reads.clear();

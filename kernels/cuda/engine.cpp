@@ -15,11 +15,13 @@
 #include "base/size_text.hpp"
 #include "kernels/batch.hpp"
 #include "kernels/cuda.hpp"
+#include "kernels/cuda/events.hpp"
 #include "kernels/cuda/group_ids.hpp"
 #include "kernels/cuda/link.hpp"
 #include "kernels/cuda/memory.hpp"
 #include "kernels/cuda/row_copy.hpp"
 #include "kernels/cuda/row_move.hpp"
+#include "kernels/cuda/row_patch.hpp"
 #include "kernels/cuda/row_sum.hpp"
 #include "kernels/cuda/runtime.hpp"
 #include "kernels/rows.hpp"
@@ -45,16 +47,19 @@ constexpr std::uint64_t kFewIds = 4096;               // are fetched as they are
 constexpr std::uint64_t kMostEarlyBytes = 256 << 20;  // of a gather in which threads begin before the ids are sorted
 constexpr float kFewRepeat = 0.9F;                    // as large a part of the ids is distinct then
 constexpr std::uint64_t kMostUnsettled = 1 << 30;     // of a working set with room for more rows than there may be
+constexpr double kFastEnough = 0.7;                   // of the best way: a kernel alone that nobody has to wait for
 constexpr unsigned kLanes = 4;                        // batches whose rows are moved by threads at the same time
 constexpr std::uint64_t kFewPages = 1024;             // pages read back together with the counts, at least and
 constexpr std::uint64_t kManyPages = kStagingPiece / sizeof(PageEntry);  // at most
 
 // What batches go on using when their engine has ended.
 struct Shared {
-  explicit Shared(int device) : pool{device}, staging{device}, lanes{device, gpu::LinkShape{}, kLanes} {}
+  explicit Shared(int device) : pool{device}, staging{device}, lanes{device, gpu::LinkShape{}, kLanes}, events{device} {}
   gpu::MemoryPool pool;
   StagingPool staging;
   LinkLanes lanes;
+  gpu::EventPool events;
+  gpu::OwnStream back;  // of write_back_behind(), and in whose order the memory of flights is freed
 };
 
 class DeviceBatch final : public CudaBatch {
@@ -83,6 +88,7 @@ class DeviceBatch final : public CudaBatch {
   bool settled = false;              // they are there
   bool uncounted = false;            // a kernel moved all rows, not counted in `moved`
   Moved moved;
+  gpu::EventPool::Lease began;   // when its first rows were enqueued
   std::uint64_t claimed_at = 0;  // in `memory`: where the kernel counts
   std::uint64_t key_bytes() const noexcept { return wide_keys ? sizeof(std::uint64_t) : sizeof(std::uint32_t); }
   LinkLanes::Lease lane;  // once threads have moved rows
@@ -91,6 +97,89 @@ class DeviceBatch final : public CudaBatch {
   bool has_working = false;
   std::uint64_t offset = 0;
   std::uint64_t bytes = 0;
+  std::uint64_t working_bytes = 0;
+
+  // Rows [0, distinct) of the working set by their ids.
+  gpu::KeyedRows keyed() const {
+    return {.rows = working.data(),
+            .row_bytes = bytes,
+            .keys = groups.keys,
+            .wide_keys = wide_keys,
+            .count = settled ? distinct : count,
+            .exact = settled ? nullptr : &header->movable};
+  }
+};
+
+class Flight final : public CudaFlight {
+ public:
+  // `end` has been recorded.
+  Flight(std::shared_ptr<Shared> shared, std::shared_ptr<DeviceBatch> batch, gpu::EventPool::Lease began,
+         gpu::EventPool::Lease end)
+      : shared_{std::move(shared)}, batch_{std::move(batch)}, began_{std::move(began)}, end_{std::move(end)} {}
+  ~Flight() override {
+    if (!over_ && !gpu::in_forked_child()) gpu::check_teardown(cudaEventSynchronize(end_.get()), "cudaEventSynchronize");
+    settle();
+  }
+
+  bool landed() override {
+    const std::lock_guard lock(mutex_);
+    if (over_) return true;
+    const cudaError_t state = cudaEventQuery(end_.get());
+    if (state == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    gpu::check(state, "rows on their way between host and device");
+    over_ = true;
+    return true;
+  }
+  void wait() override {
+    const std::lock_guard lock(mutex_);
+    if (over_) return;
+    gpu::check(cudaEventSynchronize(end_.get()), "rows on their way between host and device");
+    over_ = true;
+  }
+  Moved moved() override {
+    wait();
+    const std::lock_guard lock(mutex_);
+    float milliseconds = 0;
+    EMBERMAP_CUDA(cudaEventElapsedTime(&milliseconds, began_.get(), end_.get()));
+    Moved out = moved_;
+    out.nanoseconds = static_cast<std::uint64_t>(static_cast<double>(milliseconds) * 1e6);
+    return out;
+  }
+  std::uint64_t pages() override {
+    wait();
+    std::uint64_t pages = 0;
+    if (pages_on_host) std::memcpy(&pages, pages_on_host.data(), sizeof pages);
+    return pages;
+  }
+  std::uint64_t device_bytes() const noexcept override { return batch_->working_bytes; }
+  const DeviceBatch& batch() const noexcept { return *batch_; }
+  cudaEvent_t end() const noexcept { return end_.get(); }
+
+ private:
+  // The last use of what the batch has is over, whatever has become of the stream that it was made with.
+  void settle() noexcept {
+    if (batch_.use_count() != 1) return;  // a working set that somebody keeps
+    batch_->keys_on_host.settled();
+    batch_->ids_on_host.settled();
+    pages_on_host.settled();
+    batch_->memory.follow(shared_->back.get());
+    batch_->working.follow(shared_->back.get());
+  }
+  const std::shared_ptr<Shared> shared_;  // before all that comes from it
+  std::mutex mutex_;
+  bool over_ = false;
+  const std::shared_ptr<DeviceBatch> batch_;
+  const gpu::EventPool::Lease began_, end_;
+
+ public:
+  // Of a write-back: when the working set had its last bytes.
+  gpu::EventPool::Lease ready;
+  Moved moved_;
+  std::shared_ptr<CudaFlight> behind;  // is read until this one has landed
+  StagingPool::Lease pages_on_host;
 };
 
 class Engine final : public CudaEngine {
@@ -120,13 +209,21 @@ class Engine final : public CudaEngine {
   void write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
                   ThreadPool& pool, CudaStream stream, const std::function<void()>& meanwhile) override;
   void expand(CudaBatch& batch, std::byte* out, CudaStream stream) override;
+  void expand(CudaBatch& batch, std::uint64_t bytes, std::byte* out, CudaStream stream) override;
   void assign(CudaBatch& batch, const std::byte* in, CudaStream stream) override;
   void add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) override;
   void step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads, DType grad_dtype,
             CudaStream stream) override;
   std::unique_ptr<CudaBatch> gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,
                                     const FrameSource& source, std::uint64_t offset, std::uint64_t bytes, std::byte* out,
-                                    ThreadPool& pool, CudaStream stream) override;
+                                    ThreadPool& pool, CudaStream stream, const std::shared_ptr<CudaFlight>& behind) override;
+  void patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, CudaStream stream) override;
+  bool writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) override;
+  std::shared_ptr<CudaFlight> write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
+                                                std::span<const std::shared_ptr<CudaFlight>> readers, ThreadPool& pool,
+                                                CudaStream stream) override;
+  std::shared_ptr<CudaFlight> depart(std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& behind,
+                                     CudaStream stream) override;
   Moved moved(CudaBatch& batch) override;
   const std::string& device_name() const noexcept override { return name_; }
   MoverModel& model() noexcept override { return model_; }
@@ -153,7 +250,10 @@ class Engine final : public CudaEngine {
   MoverCase case_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const;
   StagingPool::Lease send_ids(const std::int64_t* ids, std::uint64_t count, cudaStream_t stream);
   void gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                     const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool);
+                     const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool,
+                     const std::shared_ptr<CudaFlight>& behind);
+  void patch_from(const CudaFlight& behind, const gpu::KeyedRows& rows, std::uint64_t offset, std::uint64_t bytes,
+                  cudaStream_t stream) const;
   void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool,
                     const std::function<void()>& meanwhile);
   static void count_moved(DeviceBatch& batch, std::uint64_t by_kernel, std::uint64_t rows);
@@ -311,6 +411,7 @@ std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uin
   batch->ids = ids;
   batch->rows = rows;
   batch->table = table;
+  batch->began = shared_->events.record(batch->stream);
   gpu::group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, batch->header, nullptr, pool_,
                  batch->stream);
   send_keys(*batch, count);
@@ -387,7 +488,8 @@ void Engine::need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t b
   }
   if (batch.whole && !batch.settled && bytes > kMostUnsettled / batch.count) settle(batch);
   const std::uint64_t rows = batch.whole && !batch.settled ? batch.count : batch.distinct;
-  batch.working = DeviceBuffer(pool_, checked_mul(rows, bytes, "working set of a batch"), batch.stream);
+  batch.working_bytes = checked_mul(rows, bytes, "working set of a batch");
+  batch.working = DeviceBuffer(pool_, batch.working_bytes, batch.stream);
   batch.offset = offset;
   batch.bytes = bytes;
   batch.has_working = true;
@@ -640,7 +742,8 @@ StagingPool::Lease Engine::send_ids(const std::int64_t* ids, std::uint64_t count
 // places in `out`, while the device sorts the others.
 std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                           const std::string& table, const FrameSource& source, std::uint64_t offset,
-                                          std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream) {
+                                          std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream,
+                                          const std::shared_ptr<CudaFlight>& behind) {
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "gather");
   const bool reaches = zero_copy(source);
@@ -658,8 +761,9 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   check_source(mine, source, 0, 0, offset, bytes, "gather");
   mine.offset = offset;
   mine.bytes = bytes;
+  mine.began = shared_->events.record(mine.stream);
   if (direct) {
-    gather_direct(mine, ids, count, rows, table, source, out, pool);
+    gather_direct(mine, ids, count, rows, table, source, out, pool, behind);
     return batch;
   }
   mine.ids = ids;
@@ -710,14 +814,20 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
       count_moved(mine, mine.distinct, mine.distinct);
     }
   }
-  gpu::expand_rows(mine.working.data(), mine.groups.inverse, head, bytes, out, mine.stream);
+  if (behind != nullptr) {
+    patch_from(*behind, mine.keyed(), offset, bytes, mine.stream);
+    // Signed and unsigned ids are the same, good as they are.
+    patch_from(*behind, {out + head * bytes, bytes, ids + head, true, tail, nullptr}, offset, bytes, mine.stream);
+  }
+  gpu::expand_rows(mine.working.data(), bytes, mine.groups.inverse, head, bytes, out, mine.stream);
   recent_distinct_.store(static_cast<float>(mine.distinct) / static_cast<float>(head), std::memory_order_relaxed);
   return batch;
 }
 
 // Few ids: sorting them would take longer than fetching some of them twice.
 void Engine::gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                           const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool) {
+                           const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool,
+                           const std::shared_ptr<CudaFlight>& behind) {
   batch.ids_on_host = send_ids(ids, count, batch.stream);
   batch.memory = DeviceBuffer(pool_, sizeof(unsigned long long), batch.stream);
   batch.ids_on_host.wait();
@@ -729,6 +839,8 @@ void Engine::gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uin
   move.working = out;
   move.rows = count;
   gpu::move_from_frames(move, {}, batch.stream);
+  if (behind != nullptr)
+    patch_from(*behind, {out, batch.bytes, ids, true, count, nullptr}, batch.offset, batch.bytes, batch.stream);
   batch.moved = {.batches = 1, .kernel_rows = count, .bytes = count * batch.bytes};
   count_pages(batch, ids, count, rows, source.rows_per_page);
 }
@@ -782,33 +894,13 @@ void Engine::write_back_last(CudaBatch& batch, const FrameSource& source, std::u
   write_back_through_host(stretch, pool);
 }
 
-namespace {
-
-// Streams and the like that one measurement needs.
-class OwnStream {
- public:
-  OwnStream() { EMBERMAP_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
-  ~OwnStream() {
-    gpu::check_teardown(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
-    gpu::check_teardown(cudaStreamDestroy(stream_), "cudaStreamDestroy");
-  }
-  OwnStream(const OwnStream&) = delete;
-  OwnStream& operator=(const OwnStream&) = delete;
-  CudaStream handle() const { return CudaStream{stream_}; }
-
- private:
-  cudaStream_t stream_ = nullptr;
-};
-
-}  // namespace
-
 void Engine::calibrate(const FrameSource& source, std::uint64_t rows, std::uint64_t offset, std::uint64_t bytes, bool both_ways,
                        ThreadPool& pool) {
   const gpu::ScopedDevice current(device_);
   if (!zero_copy(source) || rows == 0 || bytes == 0) return;
   FrameSource whole = source;
   whole.whole = true;
-  const OwnStream own;
+  const gpu::OwnStream own;
   std::mt19937_64 random(rows);
   std::vector<MoverMeasurement> measured;
   for (const std::uint64_t size : kMeasuredRows) {
@@ -819,7 +911,7 @@ void Engine::calibrate(const FrameSource& source, std::uint64_t rows, std::uint6
       for (std::int64_t& id : some) id = static_cast<std::int64_t>(random() % rows);
     }
     try {
-      measure(whole, rows, ids, offset, bytes, both_ways, pool, own.handle(), measured);
+      measure(whole, rows, ids, offset, bytes, both_ways, pool, CudaStream{own.get()}, measured);
     } catch (const CudaError&) {
       // Most likely a device whose memory others have: whoever asked needs less of it, and what smaller batches told has to do.
       if (measured.empty()) throw;
@@ -975,7 +1067,94 @@ void Engine::expand(CudaBatch& batch, std::byte* out, CudaStream stream) {
   const DeviceBatch& mine = with_rows(batch, stream, "expand");
   if (mine.count == 0) return;
   check_memory(out, "output of expand");
-  gpu::expand_rows(mine.working.data(), mine.groups.inverse, mine.count, mine.bytes, out, mine.stream);
+  gpu::expand_rows(mine.working.data(), mine.bytes, mine.groups.inverse, mine.count, mine.bytes, out, mine.stream);
+}
+
+void Engine::expand(CudaBatch& batch, std::uint64_t bytes, std::byte* out, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  const DeviceBatch& mine = with_rows(batch, stream, "expand");
+  if (mine.count == 0) return;
+  if (bytes > mine.bytes) throw InvalidArgument(fmt::format("expand: {} bytes of rows of {}", bytes, mine.bytes));
+  check_memory(out, "output of expand");
+  gpu::expand_rows(mine.working.data(), mine.bytes, mine.groups.inverse, mine.count, bytes, out, mine.stream);
+}
+
+void Engine::patch_from(const CudaFlight& behind, const gpu::KeyedRows& rows, std::uint64_t offset, std::uint64_t bytes,
+                        cudaStream_t stream) const {
+  const auto& flight = dynamic_cast<const Flight&>(behind);
+  const DeviceBatch& newer = flight.batch();
+  // Bytes of a record that both have.
+  const std::uint64_t begin = std::max(offset, newer.offset);
+  const std::uint64_t end = std::min(offset + bytes, newer.offset + newer.bytes);
+  if (begin >= end || rows.count == 0) return;
+  EMBERMAP_CUDA(cudaStreamWaitEvent(stream, flight.ready.get(), 0));
+  gpu::patch_rows(rows, begin - offset, newer.keyed(), begin - newer.offset, end - begin, stream);
+}
+
+void Engine::patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  const DeviceBatch& mine = with_rows(batch, stream, "patch");
+  if (mine.count != 0) patch_from(*behind, mine.keyed(), mine.offset, mine.bytes, mine.stream);
+}
+
+bool Engine::writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) {
+  auto& mine = dynamic_cast<DeviceBatch&>(batch);
+  if (!zero_copy(source) || !mine.whole || mine.count == 0) return false;
+  const MoverCase of = case_of(Stretch(mine, source, 0, {}), false, pool);
+  return model_.choose_kernel(of).bytes_per_second >= kFastEnough * model_.choose(of).bytes_per_second;
+}
+
+std::shared_ptr<CudaFlight> Engine::write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
+                                                      std::span<const std::shared_ptr<CudaFlight>> readers, ThreadPool& pool,
+                                                      CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  DeviceBatch& mine = with_rows(*batch, stream, "write_back_behind");
+  check_source(mine, source, 0, 0, mine.offset, mine.bytes, "write_back_behind");
+  if (mine.count == 0 || !zero_copy(source))
+    throw InvalidArgument("write_back_behind: no rows, or frames that are not registered");
+  settle(mine);
+  const Stretch stretch(mine, source, 0, {});
+  const cudaStream_t back = shared_->back.get();
+  gpu::EventPool::Lease ready = shared_->events.record(mine.stream);
+  EMBERMAP_CUDA(cudaStreamWaitEvent(back, ready.get(), 0));
+  for (const std::shared_ptr<CudaFlight>& reader : readers)
+    EMBERMAP_CUDA(cudaStreamWaitEvent(back, dynamic_cast<Flight&>(*reader).end(), 0));
+  gpu::EventPool::Lease began = shared_->events.record(back);
+  try {
+    gpu::move_to_frames(move_of(stretch, {}, nullptr), shape_of(model_.choose_kernel(case_of(stretch, false, pool)).way), back);
+    gpu::EventPool::Lease end = shared_->events.record(back);
+    auto flight = std::make_shared<Flight>(shared_, std::static_pointer_cast<DeviceBatch>(std::move(batch)), std::move(began),
+                                           std::move(end));
+    ++mine.moved.batches;
+    count_moved(mine, mine.distinct, mine.distinct);
+    flight->moved_ = std::exchange(mine.moved, {});
+    flight->ready = std::move(ready);
+    return flight;
+  } catch (...) {
+    (void)cudaStreamSynchronize(back);  // nothing goes on without somebody who knows of it
+    throw;
+  }
+}
+
+std::shared_ptr<CudaFlight> Engine::depart(std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& behind,
+                                           CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  DeviceBatch& mine = own(*batch, stream, "depart");
+  gpu::EventPool::Lease end = shared_->events.record(mine.stream);
+  if (!mine.began) mine.began = shared_->events.record(mine.stream);
+  if (std::exchange(mine.uncounted, false)) {
+    settle(mine);
+    count_moved(mine, mine.distinct, mine.distinct);
+  }
+  gpu::EventPool::Lease began = std::move(mine.began);
+  StagingPool::Lease pages = std::move(mine.pages_on_host);
+  const Moved moved = std::exchange(mine.moved, {});
+  auto flight = std::make_shared<Flight>(shared_, std::static_pointer_cast<DeviceBatch>(std::move(batch)), std::move(began),
+                                         std::move(end));
+  flight->moved_ = moved;
+  flight->pages_on_host = std::move(pages);
+  flight->behind = behind;
+  return flight;
 }
 
 void Engine::assign(CudaBatch& batch, const std::byte* in, CudaStream stream) {

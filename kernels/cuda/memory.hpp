@@ -39,6 +39,8 @@ class DeviceBuffer {
   DeviceBuffer& operator=(DeviceBuffer&& other) noexcept;
   ~DeviceBuffer() { release(); }
 
+  // From now on it is freed in the order of another stream of the device: one that comes after all that uses it.
+  void follow(cudaStream_t stream) noexcept { stream_ = stream; }
   std::byte* data() const noexcept { return data_; }
   template <class T>
   T* at(std::uint64_t byte) const noexcept {

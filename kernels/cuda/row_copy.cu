@@ -38,10 +38,10 @@ void copy(const char* name, const Map& map, std::uint64_t rows, std::uint64_t ro
 
 }  // namespace
 
-void expand_rows(const std::byte* working, const std::uint32_t* inverse, std::uint64_t count, std::uint64_t row_bytes,
-                 std::byte* out, cudaStream_t stream) {
-  copy("expand_rows", device::ExpandMap{working, inverse, row_bytes, out}, count, row_bytes,
-       address(working) | address(out) | row_bytes, stream);
+void expand_rows(const std::byte* working, std::uint64_t row_bytes, const std::uint32_t* inverse, std::uint64_t count,
+                 std::uint64_t bytes, std::byte* out, cudaStream_t stream) {
+  copy("expand_rows", device::ExpandMap{working, inverse, row_bytes, bytes, out}, count, bytes,
+       address(working) | address(out) | row_bytes | bytes, stream);
 }
 
 void assign_rows(std::byte* working, const std::uint32_t* positions, const std::uint32_t* starts, std::uint64_t distinct,

@@ -8,9 +8,9 @@
 
 namespace embermap::gpu {
 
-// out[i] = working[inverse[i]] for `count` rows of row_bytes. Enqueues.
-void expand_rows(const std::byte* working, const std::uint32_t* inverse, std::uint64_t count, std::uint64_t row_bytes,
-                 std::byte* out, cudaStream_t stream);
+// out[i] = the first `bytes` of working[inverse[i]] for `count` rows; rows of `working` are row_bytes apart. Enqueues.
+void expand_rows(const std::byte* working, std::uint64_t row_bytes, const std::uint32_t* inverse, std::uint64_t count,
+                 std::uint64_t bytes, std::byte* out, cudaStream_t stream);
 
 // working[u] = in[positions[starts[u + 1] - 1]] for `distinct` rows of row_bytes: the last position wins. Enqueues.
 void assign_rows(std::byte* working, const std::uint32_t* positions, const std::uint32_t* starts, std::uint64_t distinct,

@@ -64,6 +64,14 @@ ScopedDevice::~ScopedDevice() {
   if (previous_ >= 0) check_teardown(cudaSetDevice(previous_), "cudaSetDevice");
 }
 
+OwnStream::OwnStream() { EMBERMAP_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+
+OwnStream::~OwnStream() {
+  if (in_forked_child()) return;
+  check_teardown(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  check_teardown(cudaStreamDestroy(stream_), "cudaStreamDestroy");
+}
+
 void refuse_capture(cudaStream_t stream, std::string_view call) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(stream, &status), call);

@@ -45,6 +45,19 @@ class ScopedDevice {
   int previous_ = -1;  // -1: nothing to restore
 };
 
+// A stream of the current device's that waits for no other.
+class OwnStream {
+ public:
+  OwnStream();   // throws CudaError
+  ~OwnStream();  // waits for it
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  cudaStream_t get() const noexcept { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
 inline cudaStream_t native(CudaStream stream) noexcept { return static_cast<cudaStream_t>(stream.handle); }
 
 // Throws CudaError if `stream` is recording a graph: a batch's sizes are known only when its ids are, so it cannot be replayed.

@@ -17,10 +17,10 @@ struct RowPair {
 struct ExpandMap {
   const std::byte* working;
   const std::uint32_t* inverse;
-  std::uint64_t row_bytes;
+  std::uint64_t row_bytes, bytes;
   std::byte* out;
 
-  __device__ RowPair operator()(std::uint64_t row) const { return {working + inverse[row] * row_bytes, out + row * row_bytes}; }
+  __device__ RowPair operator()(std::uint64_t row) const { return {working + inverse[row] * row_bytes, out + row * bytes}; }
 };
 
 struct AssignMap {

@@ -248,6 +248,23 @@ class Table:
                 )
         return _arrays.finish(batch, result, out)
 
+    def _gather_for_update(self, ids: Any) -> tuple[Any, _core.WorkingSet | None]:
+        """gather(), and what it fetched where an update of the same ids may take it from there.
+
+        Not for callers: `update` is given it with the same ids, in the same order, on the same
+        stream. It holds device memory.
+        """
+        core = self._live
+        batch = self._ids(ids)
+        if batch.device is None:
+            return self.gather(ids), None
+        result = _arrays.make_result(batch, self._dim, self._dtype, None)
+        with _Unsigned(batch):
+            kept = core.gather_working_set(
+                batch.device, batch.pointer, batch.count, result.pointer, batch.stream
+            )
+        return _arrays.finish(batch, result, None), kept if kept else None
+
     def scatter(self, ids: Any, rows: Any, *, field: str = "weight") -> None:
         """Replace rows: `rows` is of shape `ids.shape + (dim,)`. The last of an id wins.
 
@@ -277,7 +294,14 @@ class Table:
                     batch.device, batch.pointer, batch.count, values.pointer, batch.stream
                 )
 
-    def update(self, ids: Any, grads: Any, *, lr: float | None = None) -> None:
+    def update(
+        self,
+        ids: Any,
+        grads: Any,
+        *,
+        lr: float | None = None,
+        _working_set: _core.WorkingSet | None = None,
+    ) -> None:
         """One step of the table's optimizer on the rows of a batch.
 
         The gradients of an id given several times are summed first. Rows outside of the batch do
@@ -309,6 +333,7 @@ class Table:
                 values.dtype,
                 batch.stream,
                 rate,
+                _working_set,
             )
 
     def prefetch(self, ids: Any) -> Prefetch:

@@ -39,6 +39,7 @@ class _Batch:
     ids: Tensor
     grads: Tensor
     backward: int  # the backward pass it comes from, by torch's number
+    kept: Any  # what the look-up fetched, for the update
 
 
 class _Pending:
@@ -54,12 +55,12 @@ class _Pending:
         self._batches: list[_Batch] = []
         self._arriving: list[_Batch] = []
 
-    def append(self, anchor: Tensor, ids: Tensor, grads: Tensor) -> None:
+    def append(self, anchor: Tensor, ids: Tensor, grads: Tensor, kept: Any) -> None:
         """From within a backward pass."""
         with self._lock:
             if anchor.grad is None:
                 self._batches.clear()
-            self._arriving.append(_Batch(ids, grads, torch._C._current_graph_task_id()))
+            self._arriving.append(_Batch(ids, grads, torch._C._current_graph_task_id(), kept))
 
     def settle(self) -> None:
         """From within a backward pass: it has given the anchor its gradient."""
@@ -87,7 +88,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, embedding: Embedding) -> Tensor:
-        rows = embedding._rows(ids)
+        rows, ctx.kept = embedding.table._gather_for_update(ids) if embedding._alone else (embedding._rows(ids), None)
         ctx.embedding = embedding
         ctx.anchor_like = anchor.detach()
         # A copy: between here and the optimizer's step the caller may refill the buffer it gave.
@@ -106,7 +107,8 @@ class _Lookup(torch.autograd.Function):
         # lie in the same memory.
         dense = grad.detach() if grad.layout == torch.strided else grad.detach().to_dense()
         grads = dense.reshape(-1, embedding.table.dim).clone(memory_format=torch.contiguous_format)
-        embedding._pending.append(embedding.anchor, ids, grads)
+        embedding._pending.append(embedding.anchor, ids, grads, ctx.kept)
+        ctx.kept = None
         return torch.zeros_like(ctx.anchor_like), None, None
 
 
@@ -146,6 +148,7 @@ class Embedding(nn.Module):
         self.table = table
         self.anchor = nn.Parameter(torch.zeros(1, dtype=dtype, device=device or "cpu"))
         self._pending = _Pending()
+        self._alone = True  # the last step was of one look-up, so that an update can take what it fetched
         self._watched: weakref.ref[Tensor] | None = None  # the anchor that tells of its gradient
 
     @property
@@ -206,17 +209,19 @@ class Embedding(nn.Module):
         anchor.register_post_accumulate_grad_hook(settle)  # type: ignore[no-untyped-call]
         self._watched = weakref.ref(anchor)
 
-    def _gradients(self) -> tuple[Tensor, Tensor] | None:
+    def _gradients(self) -> tuple[Tensor, Tensor, Any] | None:
         """Ids (n,) and gradients (n, dim) of all backward passes since they were dropped last."""
         batches = self._pending.batches(self.anchor)
         if not batches:
             return None
+        self._alone = len(batches) == 1
         if len(batches) == 1:
-            return batches[0].ids, batches[0].grads
+            return batches[0].ids, batches[0].grads, batches[0].kept
         device = batches[0].ids.device
         return (
             torch.cat([batch.ids.to(device) for batch in batches]),
             torch.cat([batch.grads.to(device) for batch in batches]),
+            None,
         )
 
 
@@ -320,7 +325,8 @@ class Optimizer(torch.optim.Optimizer):
             optimizer = _optimizer_of(group, table)
             if optimizer != table.optimizer:
                 table.optimizer = optimizer
-            table.update(*gradients)
+            ids, grads, kept = gradients
+            table.update(ids, grads, _working_set=kept)
             group["step"] = table.step
         return loss
 
