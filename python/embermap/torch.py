@@ -88,7 +88,11 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, embedding: Embedding) -> Tensor:
-        rows, ctx.kept = embedding.table._gather_for_update(ids) if embedding._alone else (embedding._rows(ids), None)
+        rows, ctx.kept = (
+            embedding.table._gather_for_update(ids)
+            if embedding._alone
+            else (embedding._rows(ids), None)
+        )
         ctx.embedding = embedding
         ctx.anchor_like = anchor.detach()
         # A copy: between here and the optimizer's step the caller may refill the buffer it gave.
@@ -148,7 +152,9 @@ class Embedding(nn.Module):
         self.table = table
         self.anchor = nn.Parameter(torch.zeros(1, dtype=dtype, device=device or "cpu"))
         self._pending = _Pending()
-        self._alone = True  # the last step was of one look-up, so that an update can take what it fetched
+        self._alone = (
+            True  # the last step was of one look-up, so that an update can take what it fetched
+        )
         self._watched: weakref.ref[Tensor] | None = None  # the anchor that tells of its gradient
 
     @property
