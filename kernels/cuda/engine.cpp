@@ -7,8 +7,10 @@
 #include <chrono>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <numeric>
 #include <random>
+#include <thread>
 
 #include "base/checked.hpp"
 #include "base/error.hpp"
@@ -738,6 +740,45 @@ StagingPool::Lease Engine::send_ids(const std::int64_t* ids, std::uint64_t count
   return lease;
 }
 
+namespace {
+
+// Ids on their way to the host, which several threads look at before they use them.
+class IdsOnHost {
+ public:
+  IdsOnHost(StagingPool::Lease& lease, std::uint64_t count, std::uint64_t rows, const std::string& table)
+      : lease_{lease}, ids_{reinterpret_cast<const std::int64_t*>(lease.data()), count}, rows_{rows}, table_{table} {}
+  const std::int64_t* data() const noexcept { return ids_.data(); }
+
+  // Returns when all ids have been looked at, by whichever threads are here. Throws RowIdError, the same to all.
+  void check() {
+    std::call_once(arrived_, [&] { lease_.wait(); });
+    for (;;) {
+      const std::uint64_t begin = next_.fetch_add(kPiece, std::memory_order_relaxed);
+      if (begin >= ids_.size()) break;
+      const auto piece = ids_.subspan(begin, std::min<std::size_t>(kPiece, ids_.size() - begin));
+      if (const auto bad = first_bad_id(piece, rows_)) {
+        std::uint64_t least = bad_.load(std::memory_order_relaxed);
+        while (begin + *bad < least && !bad_.compare_exchange_weak(least, begin + *bad)) {
+        }
+      }
+      looked_at_.fetch_add(piece.size(), std::memory_order_acq_rel);
+    }
+    while (looked_at_.load(std::memory_order_acquire) != ids_.size()) std::this_thread::yield();  // others are at it
+    if (const std::uint64_t bad = bad_.load(); bad != gpu::kNoBadId) throw RowIdError(table_, ids_[bad], bad, rows_);
+  }
+
+ private:
+  static constexpr std::uint64_t kPiece = 8192;
+  StagingPool::Lease& lease_;
+  const std::span<const std::int64_t> ids_;
+  const std::uint64_t rows_;
+  const std::string& table_;
+  std::once_flag arrived_;
+  std::atomic<std::uint64_t> next_{0}, looked_at_{0}, bad_{gpu::kNoBadId};
+};
+
+}  // namespace
+
 // Threads need neither sorted nor distinct ids: where few repeat, they begin with the last ones as they are, straight to their
 // places in `out`, while the device sorts the others.
 std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
@@ -781,38 +822,41 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
     need_rows(mine, offset, bytes, "gather");
     lane->follow(mine.stream);
   }
-  gpu::group_ids(ids, static_cast<std::uint32_t>(head), rows, source.rows_per_page, mine.groups, mine.header, nullptr, pool_,
-                 mine.stream);
-  send_keys(mine, lane != nullptr || !reaches ? head : 0);
-  need_rows(mine, offset, bytes, "gather");  // waits for the keys where rows are so many that it has to know how many
-  if (lane != nullptr && !follows) lane->follow(mine.stream);
+  const auto enqueue = [&] {
+    gpu::group_ids(ids, static_cast<std::uint32_t>(head), rows, source.rows_per_page, mine.groups, mine.header, nullptr, pool_,
+                   mine.stream);
+    send_keys(mine, lane != nullptr || !reaches ? head : 0);
+    need_rows(mine, offset, bytes, "gather");  // waits for the keys where rows are so many that it has to know how many
+    if (lane != nullptr && !follows) lane->follow(mine.stream);
+    if (!reaches) return;
+    ++mine.moved.batches;
+    if (lane == nullptr || choice.way.blocks != 0) {
+      // Bad ids count as none: see GroupHeader.
+      gpu::move_from_frames(move_of(Stretch(mine, source, 0, {}), {}, lane), shape_of(choice.way), mine.stream);
+      if (lane != nullptr) lane->has_kernel_on(mine.stream);
+    }
+    count_pages(mine, ids, count, rows, source.rows_per_page);
+  };
+  if (tail != 0) {
+    // One thread enqueues all that the device has to do, while the others look at the ids and begin.
+    IdsOnHost on_host(mine.ids_on_host, count, rows, table);
+    const HostPlaces as_they_are(source, on_host.data() + head, true, offset);
+    (void)gpu::fetch_by_threads(*lane, as_they_are, tail, bytes, out + head * bytes, true, pool, choice.way.host_threads, enqueue,
+                                [&] { on_host.check(); });
+    mine.moved.thread_rows += tail;
+    mine.moved.bytes += tail * bytes;
+  } else {
+    enqueue();
+  }
   const Stretch stretch(mine, source, 0, {});
   if (!reaches) {
     fetch_through_host(stretch, pool);
     count_pages(mine, ids, count, rows, source.rows_per_page);
+  } else if (lane != nullptr) {
+    finish_fetch(stretch, choice.way, *lane, pool, {});
   } else {
-    ++mine.moved.batches;
-    if (lane == nullptr || choice.way.blocks != 0) {
-      // Bad ids count as none: see GroupHeader.
-      gpu::move_from_frames(move_of(stretch, {}, lane), shape_of(choice.way), mine.stream);
-      if (lane != nullptr) lane->has_kernel_on(mine.stream);
-    }
-    count_pages(mine, ids, count, rows, source.rows_per_page);
-    if (tail != 0) {
-      mine.ids_on_host.wait();
-      const std::span on_host(reinterpret_cast<const std::int64_t*>(mine.ids_on_host.data()), count);
-      if (const auto bad = first_bad_id(on_host, rows, pool)) throw RowIdError(table, on_host[*bad], *bad, rows);
-      const HostPlaces as_they_are(source, on_host.data() + head, true, offset);
-      (void)gpu::fetch_by_threads(*lane, as_they_are, tail, bytes, out + head * bytes, true, pool, choice.way.host_threads);
-      mine.moved.thread_rows += tail;
-      mine.moved.bytes += tail * bytes;
-    }
-    if (lane != nullptr) {
-      finish_fetch(stretch, choice.way, *lane, pool, {});
-    } else {
-      settle(mine);
-      count_moved(mine, mine.distinct, mine.distinct);
-    }
+    settle(mine);
+    count_moved(mine, mine.distinct, mine.distinct);
   }
   if (behind != nullptr) {
     patch_from(*behind, mine.keyed(), offset, bytes, mine.stream);

@@ -322,11 +322,12 @@ void HostPlaces::addresses(std::uint64_t begin, std::uint64_t end, std::byte** o
 
 std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
                                std::byte* working, bool alone, ThreadPool& pool, unsigned threads,
-                               const std::function<void()>& meanwhile) {
+                               const std::function<void()>& meanwhile, const std::function<void()>& before) {
   Transfer transfer(lane, rows, row_bytes, alone);
   const Cut& cut = transfer.cut;
   Failure failure;
   on_threads(pool, std::min<std::uint64_t>(threads, cut.pieces()), current_device(), failure, meanwhile, [&] {
+    if (before) before();
     std::array<std::byte*, kMostPieceRows> addresses;
     while (!failure.any()) {
       const std::uint64_t piece = transfer.next_piece();

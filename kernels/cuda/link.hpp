@@ -141,11 +141,11 @@ class HostPlaces {
 // last row downwards, until the kernel at the lane's meeting point has the rest. `alone`: there is no kernel, and all rows are
 // moved. `working` is device memory that the lane's stream may use by then. Rows must fit a chunk. The meeting point must have
 // been as LinkLane::reset() leaves it when the kernel was enqueued. The calling thread and up to `threads` - 1 of `pool` take
-// part; one of them calls `meanwhile` first, if there are any rows, while the others begin. After an exception DMA may be under
-// way: the lane has to be waited for.
+// part; one of them calls `meanwhile` first, if there are any rows, while the others begin; each calls `before` ahead of its
+// first row. After an exception DMA may be under way: the lane has to be waited for.
 std::uint64_t fetch_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
                                std::byte* working, bool alone, ThreadPool& pool, unsigned threads,
-                               const std::function<void()>& meanwhile = {});
+                               const std::function<void()>& meanwhile = {}, const std::function<void()>& before = {});
 // Rows below `least` are left to the kernel.
 std::uint64_t store_by_threads(LinkLane& lane, const HostPlaces& places, std::uint64_t rows, std::uint64_t row_bytes,
                                const std::byte* working, std::uint64_t least, bool alone, ThreadPool& pool, unsigned threads,
