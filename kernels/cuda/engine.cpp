@@ -1169,6 +1169,7 @@ std::shared_ptr<CudaFlight> Engine::write_back_behind(std::shared_ptr<CudaBatch>
     gpu::EventPool::Lease end = shared_->events.record(back);
     auto flight = std::make_shared<Flight>(shared_, std::static_pointer_cast<DeviceBatch>(std::move(batch)), std::move(began),
                                            std::move(end));
+    if (std::exchange(mine.uncounted, false)) count_moved(mine, mine.distinct, mine.distinct);  // its fetch
     ++mine.moved.batches;
     count_moved(mine, mine.distinct, mine.distinct);
     flight->moved_ = std::exchange(mine.moved, {});
