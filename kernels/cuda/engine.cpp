@@ -50,8 +50,10 @@ constexpr std::uint64_t kMostEarlyBytes = 256 << 20;  // of a gather in which th
 constexpr float kFewRepeat = 0.9F;                    // as large a part of the ids is distinct then
 constexpr std::uint64_t kMostUnsettled = 1 << 30;     // of a working set with room for more rows than there may be
 constexpr double kFastEnough = 0.7;                   // of the best way: a kernel alone that nobody has to wait for
-constexpr unsigned kLanes = 4;                        // batches whose rows are moved by threads at the same time
-constexpr std::uint64_t kFewPages = 1024;             // pages read back together with the counts, at least and
+constexpr unsigned kBlocksBehind = 4;                 // of such a kernel, at most
+constexpr unsigned kThreadsBehind = 512;
+constexpr unsigned kLanes = 4;             // batches whose rows are moved by threads at the same time
+constexpr std::uint64_t kFewPages = 1024;  // pages read back together with the counts, at least and
 constexpr std::uint64_t kManyPages = kStagingPiece / sizeof(PageEntry);  // at most
 
 // What batches go on using when their engine has ended.
@@ -61,7 +63,9 @@ struct Shared {
   StagingPool staging;
   LinkLanes lanes;
   gpu::EventPool events;
-  gpu::OwnStream back;  // of write_back_behind(), and in whose order the memory of flights is freed
+  gpu::OwnStream back;  // of write_back_behind()
+  // Nothing is enqueued here: what is freed in its order, the host having seen the end of its last use, can be given out at once.
+  gpu::OwnStream idle;
 };
 
 class DeviceBatch final : public CudaBatch {
@@ -167,8 +171,8 @@ class Flight final : public CudaFlight {
     batch_->keys_on_host.settled();
     batch_->ids_on_host.settled();
     pages_on_host.settled();
-    batch_->memory.follow(shared_->back.get());
-    batch_->working.follow(shared_->back.get());
+    batch_->memory.follow(shared_->idle.get());
+    batch_->working.follow(shared_->idle.get());
   }
   const std::shared_ptr<Shared> shared_;  // before all that comes from it
   std::mutex mutex_;
@@ -1165,7 +1169,12 @@ std::shared_ptr<CudaFlight> Engine::write_back_behind(std::shared_ptr<CudaBatch>
     EMBERMAP_CUDA(cudaStreamWaitEvent(back, dynamic_cast<Flight&>(*reader).end(), 0));
   gpu::EventPool::Lease began = shared_->events.record(back);
   try {
-    gpu::move_to_frames(move_of(stretch, {}, nullptr), shape_of(model_.choose_kernel(case_of(stretch, false, pool)).way), back);
+    gpu::RowMoveShape shape = shape_of(model_.choose_kernel(case_of(stretch, false, pool)).way);
+    // What others do on the device meanwhile reaches it, and its answers the host, over the same link. With more threads their
+    // turn comes tens of microseconds later, each time.
+    shape.blocks = std::min(shape.blocks, kBlocksBehind);
+    shape.threads = std::min(shape.threads, kThreadsBehind);
+    gpu::move_to_frames(move_of(stretch, {}, nullptr), shape, back);
     gpu::EventPool::Lease end = shared_->events.record(back);
     auto flight = std::make_shared<Flight>(shared_, std::static_pointer_cast<DeviceBatch>(std::move(batch)), std::move(began),
                                            std::move(end));

@@ -18,12 +18,21 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 constexpr unsigned kBlocksPerMultiprocessor = 8;
+constexpr int kFewThreads = 256;  // of the block that groups few ids, each with as many as this or
+constexpr int kFewItems = 8;
+constexpr int kFewestItems = 1;
 
 template <class Key>
 void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
                 const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream) {
   const device::PageOf page_of{rows_per_page, std::has_single_bit(rows_per_page) ? std::countr_zero(rows_per_page) : -1};
   const int key_bits = std::clamp(static_cast<int>(std::bit_width(rows - (rows != 0))), 1, static_cast<int>(sizeof(Key) * 8));
+
+  const auto few = [&](auto* kernel, const char* name) {
+    launch(name, kernel, 1, kFewThreads, stream, ids, count, rows, key_bits, page_of, groups, header, entries);
+  };
+  if (count <= kFewThreads * kFewestItems) return few(device::group_few<Key, kFewThreads, kFewestItems>, "group_few");
+  if (count <= kFewThreads * kFewItems) return few(device::group_few<Key, kFewThreads, kFewItems>, "group_few");
 
   Layout layout;
   const std::uint64_t keys_at[2] = {layout.add(count, sizeof(Key)), layout.add(count, sizeof(Key))};

@@ -38,6 +38,9 @@ MemoryPool::MemoryPool(int device) : device_{device} {
     EMBERMAP_CUDA(cudaMemGetInfo(&free, &total));
     std::uint64_t threshold = total / 8;
     EMBERMAP_CUDA(cudaMemPoolSetAttribute(pool_, cudaMemPoolAttrReleaseThreshold, &threshold));
+    // Memory that another stream has freed is taken when that stream has come to there, and never by waiting for it.
+    int no = 0;
+    EMBERMAP_CUDA(cudaMemPoolSetAttribute(pool_, cudaMemPoolReuseAllowInternalDependencies, &no));
   } catch (...) {
     check_teardown(cudaMemPoolDestroy(pool_), "cudaMemPoolDestroy");
     throw;

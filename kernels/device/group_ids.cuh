@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cub/block/block_radix_sort.cuh>
+#include <cub/block/block_scan.cuh>
 
 #include "kernels/cuda/group_ids.hpp"
 
@@ -78,6 +80,78 @@ __global__ void __launch_bounds__(256)
       header->distinct = std::uint64_t{group} + 1U;
       header->movable = header->bad_position == kNoBadId ? std::uint64_t{group} + 1U : 0;
       header->pages = std::uint64_t{page_index} + 1U;
+    }
+  }
+}
+
+// All of the above for at most kThreads * kItems ids, by one block: each kernel and copy of a small batch costs as much as its
+// work, more so while rows of another batch keep the link busy.
+template <class Key, int kThreads, int kItems>
+__global__ void __launch_bounds__(kThreads)
+    group_few(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, int key_bits, PageOf page_of, IdGroups groups,
+              GroupHeader* header, PageEntry* entries) {
+  using Sort = cub::BlockRadixSort<Key, kThreads, kItems, std::uint32_t>;
+  using Scan = cub::BlockScan<std::uint64_t, kThreads>;
+  __shared__ union {
+    typename Sort::TempStorage sort;
+    typename Scan::TempStorage scan;
+  } temporary;
+  __shared__ Key last_of_thread[kThreads];
+  __shared__ unsigned long long bad;
+  if (threadIdx.x == 0) bad = kNoBadId;
+  __syncthreads();
+
+  Key keys[kItems];
+  std::uint32_t positions[kItems];
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    const std::uint32_t i = threadIdx.x * kItems + static_cast<std::uint32_t>(k);
+    // Places without an id have the largest key and come last: the sort is stable.
+    keys[k] = static_cast<Key>(~Key{0});
+    positions[k] = i;
+    if (i >= count) continue;
+    const auto id = static_cast<std::uint64_t>(ids[i]);
+    const bool good = id < rows;
+    if (!good) atomicMin(&bad, static_cast<unsigned long long>(i));
+    keys[k] = good ? static_cast<Key>(id) : Key{0};
+  }
+  Sort(temporary.sort).Sort(keys, positions, 0, key_bits);
+  last_of_thread[threadIdx.x] = keys[kItems - 1];
+  __syncthreads();
+
+  std::uint64_t flags[kItems];
+  std::uint64_t counts[kItems];
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    const std::uint32_t j = threadIdx.x * kItems + static_cast<std::uint32_t>(k);
+    const Key before = k > 0 ? keys[k > 0 ? k - 1 : 0] : last_of_thread[threadIdx.x > 0 ? threadIdx.x - 1 : 0];
+    flags[k] = 0;
+    if (j < count && (j == 0 || keys[k] != before))
+      flags[k] = (std::uint64_t{j == 0 || page_of(keys[k]) != page_of(before)} << 32) | 1;
+  }
+  Scan(temporary.scan).InclusiveSum(flags, counts);
+#pragma unroll
+  for (int k = 0; k < kItems; ++k) {
+    const std::uint32_t j = threadIdx.x * kItems + static_cast<std::uint32_t>(k);
+    if (j >= count) continue;
+    const auto group = static_cast<std::uint32_t>(counts[k]) - 1U;
+    const auto page_index = static_cast<std::uint32_t>(counts[k] >> 32) - 1U;
+    groups.inverse[positions[k]] = group;
+    groups.positions[j] = positions[k];
+    if (flags[k] != 0) {
+      const Key page = page_of(keys[k]);
+      groups.starts[group] = j;
+      static_cast<Key*>(groups.keys)[group] = keys[k];
+      groups.page_index[group] = page_index;
+      groups.slots[group] = static_cast<std::uint32_t>(keys[k] - static_cast<Key>(page * page_of.rows_per_page));
+      if (entries != nullptr && flags[k] >> 32 != 0) entries[page_index] = PageEntry{page, group};
+    }
+    if (j == count - 1) {
+      groups.starts[group + 1U] = count;
+      *header = {.bad_position = bad,
+                 .distinct = std::uint64_t{group} + 1U,
+                 .pages = std::uint64_t{page_index} + 1U,
+                 .movable = bad == kNoBadId ? std::uint64_t{group} + 1U : 0};
     }
   }
 }
