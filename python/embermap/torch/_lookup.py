@@ -97,11 +97,11 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, source: Source, lead: int) -> Tensor:
         rows = source._fetch(ids, lead)
-        ctx.source = source
-        ctx.anchor = anchor
-        ctx.lead = lead
+        ctx.origin = (source, anchor, lead)
         # A copy: between here and the optimizer's step the caller may refill the buffer it gave.
-        ctx.save_for_backward(ids.detach().to(torch.int64, copy=True).reshape(-1))
+        ctx.save_for_backward(
+            ids.clone() if ids.dtype is torch.int64 else ids.to(torch.int64, copy=True)
+        )
         ctx.set_materialize_grads(False)
         return rows
 
@@ -111,8 +111,9 @@ class Lookup(torch.autograd.Function):
         if grad is None:
             return None, None, None, None
         (ids,) = ctx.saved_tensors
-        ctx.source._collect(ids, grad, ctx.lead)
-        return torch.zeros_like(ctx.anchor.detach()), None, None, None
+        source, anchor, lead = ctx.origin
+        source._collect(ids.reshape(-1), grad, lead)
+        return torch.zeros_like(anchor.detach()), None, None, None
 
 
 # --- torch.compile --------------------------------------------------------------------------------

@@ -148,10 +148,9 @@ class TableModule(nn.Module):
             return rows
         if ids.dtype is torch.int64 and ids.is_cpu and ids.layout is torch.strided:
             kind = _NUMPY.get(self._dtype)
-            shape = (*ids.shape, self._dim)
             if kind is not None and ids.numel() * self._dim * kind.itemsize <= _SMALL_BYTES:
                 # What Table.gather does, without what small batches would wait for most.
-                small: NDArray[Any] = np.empty(shape, kind)
+                small: NDArray[Any] = np.empty((*ids.shape, self._dim), kind)
                 flat = np.ascontiguousarray(ids.numpy().reshape(-1))
                 self.table._live.gather(flat, small.reshape(-1).view(np.uint8), "weight")
                 return torch.from_numpy(small)
@@ -320,7 +319,8 @@ class EmbeddingBag(TableModule):
         max_norm, norm_type: as for Embedding.
         scale_grad_by_freq: divide the gradient of a row by how often `input` has its id; not for
             "max".
-        include_last_offset: the last of `offsets` is the end of the last bag.
+        include_last_offset: the last of `offsets` is the end of the last bag; ids beyond it are in
+            none.
         padding_idx: ids of this row do not count: neither in a sum, nor in the number that a mean
             is divided by. Bags of them alone are zeros.
         device: where the anchor lies.
@@ -399,25 +399,28 @@ class EmbeddingBag(TableModule):
                 multiplied by its weight, mode "sum" only. It may have a gradient.
         """
         ids, offsets, weights = self._bags(input, offsets, per_sample_weights)
+        # Ids beyond the last offset are a bag of their own, of which nothing is seen: in torch they
+        # are part of the last one, or not, by mode.
+        beyond = self.include_last_offset and input.dim() == 1
         padding = self.padding_idx
         lead = 0 if padding is None else 1
         rows = self._lookup(ids, lead)
         if ids.numel() == 0:
-            bags = offsets.numel() - int(self.include_last_offset)
-            return rows.sum(0, keepdim=True).expand(max(0, bags), self._dim).clone()
+            bags = offsets.numel() - int(beyond)
+            return rows.sum(0, keepdim=True).expand(bags, self._dim).clone()
         index = torch.arange(lead, lead + ids.numel(), device=ids.device)
         if padding is not None:
             # Row 0 stands for padding, wherever it is in the batch.
             index = index.masked_fill(ids.eq(padding), 0)
-        return nn.functional.embedding_bag(
+        found = nn.functional.embedding_bag(
             index,
             rows,
             offsets,
             mode=self.mode,
             per_sample_weights=weights,
-            include_last_offset=self.include_last_offset,
             padding_idx=0 if lead else None,
         )
+        return found[:-1] if beyond else found
 
     def _bags(
         self, given: Tensor, offsets: Tensor | None, weights: Tensor | None
@@ -449,8 +452,7 @@ class EmbeddingBag(TableModule):
                     "offsets must be None for an input of two dimensions, whose rows are the bags"
                 )
             bags, width = given.shape
-            count = bags + int(self.include_last_offset)
-            return ids, torch.arange(count, device=ids.device) * width, weights
+            return ids, torch.arange(bags, device=ids.device) * width, weights
         if given.dim() != 1:
             raise ValueError(f"input must have one or two dimensions, not {given.dim()}")
         if offsets is None:

@@ -223,9 +223,14 @@ def _key(module: TableModule) -> tuple[int, str]:
     return id(module.table._store._session), module.table.name
 
 
+def _names(optimizer: Any) -> list[str]:
+    """The hyperparameters of a group. How steps are counted is the table's, and cannot change."""
+    return [field.name for field in dataclasses.fields(optimizer) if field.name != COUNT]
+
+
 def _fields(module: TableModule) -> list[str]:
     optimizer = module.table.optimizer
-    return [] if optimizer is None else [field.name for field in dataclasses.fields(optimizer)]
+    return [] if optimizer is None else _names(optimizer)
 
 
 def _group(module: TableModule, options: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +241,7 @@ def _group(module: TableModule, options: dict[str, Any]) -> dict[str, Any]:
             f"table {table.name!r} has no optimizer; create it with "
             "optimizer=embermap.optim.Adagrad(...) or another one of embermap.optim"
         )
-    names = [field.name for field in dataclasses.fields(optimizer)]
+    names = _names(optimizer)
     for name in options:
         if name not in names:
             raise ValueError(
@@ -254,8 +259,8 @@ def _group(module: TableModule, options: dict[str, Any]) -> dict[str, Any]:
 
 def _optimizer_of(group: dict[str, Any], optimizer: Any) -> Any:
     """The hyperparameters of a group, as an optimizer of the kind of a table's."""
-    values = {field.name: _plain(group[field.name]) for field in dataclasses.fields(optimizer)}
-    return type(optimizer)(**values)
+    values = {name: _plain(group[name]) for name in _names(optimizer)}
+    return dataclasses.replace(optimizer, **values)
 
 
 def _plain(value: Any) -> Any:
