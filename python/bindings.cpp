@@ -462,6 +462,7 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("memory", &Table::memory, Release())
       .def("set_memory", &Table::set_memory, "memory"_a, Release())
       .def_prop_ro("step", &Table::step, Release())
+      .def_prop_ro("optimizer_version", &Table::optimizer_version, Release())
       .def_prop_ro("writable", &Table::writable)
       .def_prop_ro("adopted", &Table::adopted, Release())
       .def_prop_ro("written_pages", &Table::written_pages, Release())

@@ -19,7 +19,8 @@ Initializer Table::initializer() const { return impl_->entry().init; }
 std::uint64_t Table::seed() const { return impl_->entry().seed; }
 std::uint64_t Table::page_bytes_option() const { return impl_->entry().page_bytes; }
 std::uint64_t Table::memory() const { return impl_->entry().memory; }
-std::uint64_t Table::step() const { return impl_->entry().step; }
+std::uint64_t Table::step() const { return impl_->step(); }
+std::uint64_t Table::optimizer_version() const { return impl_->optimizer_version(); }
 bool Table::writable() const { return impl_->writable(); }
 bool Table::big_endian() const { return impl_->entry().big_endian; }
 bool Table::adopted() const { return impl_->entry().adopted.has_value(); }

@@ -176,6 +176,7 @@ class Table {
   bool adopted() const;     // a foreign file used in place
   bool big_endian() const;  // the adopted file's elements have their highest byte first; rows are native all the same
 
+  std::uint64_t optimizer_version() const;  // changes with each set_optimizer() of this session
   // Changes the hyperparameters, not the kind nor the state fields; kept by the next commit.
   void set_optimizer(const Optimizer& optimizer);
   // Bytes of the store's budget for this table (frames, look-up, page bits, checksums), what it cannot use going to the others;

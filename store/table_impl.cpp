@@ -452,6 +452,11 @@ TableEntry TableImpl::entry() const {
   return entry;
 }
 
+std::uint64_t TableImpl::step() const {
+  const auto lock = side_by_side();
+  return step_;
+}
+
 void TableImpl::set_optimizer(const Optimizer& optimizer) {
   const auto lock = alone();
   check_writable();
@@ -463,6 +468,7 @@ void TableImpl::set_optimizer(const Optimizer& optimizer) {
     throw InvalidArgument(fmt::format("table '{}' keeps the state of '{}' in its records; only hyperparameters can be changed",
                                       printable(name_), optimizer_name(entry_.optimizer)));
   entry_.optimizer = optimizer;
+  ++optimizer_version_;
   entry_changed_ = true;
 }
 

@@ -78,6 +78,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
 
   // For the store. `entry` members that change (rows, optimizer, step) are read by entry().
   TableEntry entry() const;
+  std::uint64_t step() const;
+  std::uint64_t optimizer_version() const noexcept { return optimizer_version_; }
   void set_optimizer(const Optimizer& optimizer);
   void set_memory(std::uint64_t bytes);  // what the entry says of it; set_share() makes it so
   // Keeps everybody else out while the lock lives: the commit of all tables is one moment. For the members up to set_share().
@@ -277,6 +279,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   FairSharedMutex rows_;
   TableEntry entry_;
   std::atomic<std::uint64_t> step_;
+  std::atomic<std::uint64_t> optimizer_version_{0};
   std::atomic<bool> entry_changed_{false};
   std::unique_ptr<PageFile> file_;
   MemoryShare share_;

@@ -248,7 +248,7 @@ class Table:
                 )
         return _arrays.finish(batch, result, out)
 
-    def _gather_for_update(self, ids: Any) -> tuple[Any, _core.WorkingSet | None]:
+    def _gather_for_update(self, ids: Any, out: Any = None) -> tuple[Any, _core.WorkingSet | None]:
         """gather(), and what it fetched where an update of the same ids may take it from there.
 
         Not for callers: `update` is given it with the same ids, in the same order, on the same
@@ -257,13 +257,13 @@ class Table:
         core = self._live
         batch = self._ids(ids)
         if batch.device is None:
-            return self.gather(ids), None
-        result = _arrays.make_result(batch, self._dim, self._dtype, None)
+            return self.gather(ids, out=out), None
+        result = _arrays.make_result(batch, self._dim, self._dtype, out)
         with _Unsigned(batch):
             kept = core.gather_working_set(
                 batch.device, batch.pointer, batch.count, result.pointer, batch.stream
             )
-        return _arrays.finish(batch, result, None), kept if kept else None
+        return _arrays.finish(batch, result, out), kept if kept else None
 
     def scatter(self, ids: Any, rows: Any, *, field: str = "weight") -> None:
         """Replace rows: `rows` is of shape `ids.shape + (dim,)`. The last of an id wins.

@@ -228,9 +228,7 @@ def test_shapes_of_no_and_one_id(table, shape):
             ValueError,
         ),
         (
-            lambda store, table: em.torch.Optimizer(
-                [em.torch.Embedding(table), em.torch.Embedding(store["t"])]
-            ),
+            lambda store, table: em.torch.Optimizer([em.torch.Embedding(table)] * 2),
             ValueError,
         ),
         (
@@ -766,7 +764,7 @@ def test_a_step_does_not_make_anything_of_the_size_of_the_table(path):
 def test_compiled_models_call_it(table):
     embedding = em.torch.Embedding(table)
 
-    @torch.compile(backend="eager")
+    @torch.compile(backend="eager", fullgraph=True)
     def model(ids):
         return embedding(ids).sum()
 

@@ -1,0 +1,323 @@
+"""The dense part of a model in a file, together with the commits of its tables it belongs to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .. import _notes
+from .._store import Store
+from ._modules import TableModule
+from ._swap import Swap
+
+_VERSION = 1
+_KEY = "embermap.torch"  # in the note of a commit: the token of the file
+
+
+class Checkpoint(NamedTuple):
+    """What `save` wrote, or `load` found."""
+
+    commits: list[int]  # of the stores, in the order of the model's modules
+    note: dict[str, Any] | None  # what `save` was given
+
+
+def save(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    optimizer: Any = None,
+    store: Store | Iterable[Store] | None = None,
+    note: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Commit the tables of a model and write the rest of it to a file: they belong together.
+
+    Whatever happens meanwhile, `load` finds the last commit and the file of that commit: the file
+    is complete, under another name ("PATH.next"), before the commit, and gets its own after it. So
+    a run that is killed goes on from the last `save`, if nothing has committed since: the store
+    does by itself where its redo log is full, unless it was opened with autocommit=False or a
+    larger `log_limit`. That is for one store; a crash between the commits of several leaves them at
+    different moments, which `load` says.
+
+    Args:
+        model: any module; its `state_dict()` goes to the file, which for tables is next to nothing.
+        path: the file, replaced. `torch.load(path, weights_only=True)` reads it: a dict of "model",
+            "optimizer", "rng" (torch's random numbers), "stores" (of each: "path", "commit",
+            "tables"), "note", "token", "version".
+        optimizer: whatever has a `state_dict()`: optimizers of torch and embermap, `Swap`,
+            schedulers; or a list or dict of them.
+        store: stores beside those whose tables the model has.
+        note: part of the commits and of the file, as for `Store.commit`.
+
+    Returns the numbers of the commits, and the note.
+
+    Raises: ValueError (no store; note), TypeError (a state that `weights_only=True` would not
+    read; note), PermissionError (a store open read-only), OSError. The last commit and its file are
+    then still together.
+    """
+    stores = _stores(model, store)
+    if not stores:
+        raise ValueError("neither the model nor store= has a table or store to commit")
+    for each in stores:
+        if not each.writable:
+            raise PermissionError(f"store {str(each.path)!r} is open read-only")
+    plain = None if note is None else _notes.value(_notes.text(note))
+    if plain is not None and _KEY in plain:
+        raise ValueError(f"the key {_KEY!r} of a note is for embermap itself")
+    token = secrets.token_hex(16)
+    content = {
+        "version": _VERSION,
+        "token": token,
+        "model": model.state_dict(),
+        "optimizer": _states(optimizer),
+        "rng": _random_state(),
+        "stores": [_of_store(each, each.commit_number + 1) for each in stores],
+        "note": plain,
+    }
+    file = Path(os.fsdecode(path)).absolute()
+    _write(content, _part(file))
+    if _next(file).exists() and _fits(_read(_next(file)), stores):
+        _next(file).replace(file)  # of a run that ended between its commit and this
+    _part(file).replace(_next(file))
+    _sync_folder(file)
+    numbers = [each.commit({**(plain or {}), _KEY: token}) for each in stores]
+    if numbers != [found["commit"] for found in content["stores"]]:  # another thread committed
+        content["stores"] = [
+            _of_store(each, number) for each, number in zip(stores, numbers, strict=True)
+        ]
+        _write(content, _part(file))
+        _part(file).replace(_next(file))
+    _next(file).replace(file)
+    _sync_folder(file)
+    return Checkpoint(numbers, plain)
+
+
+def load(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    optimizer: Any = None,
+    store: Store | Iterable[Store] | None = None,
+    *,
+    map_location: Any = None,
+    strict: bool = True,
+    rng: bool = False,
+) -> Checkpoint:
+    """Bring a model, and what `save` was given with it, to what the file has.
+
+    Its stores must be open at the commit of the file, for writing or read-only. A store that has
+    gone on cannot go back: a snapshot (`Store.snapshot`) keeps what may be wanted again.
+
+    Args:
+        model: built as for `save`, over the same tables.
+        path: the file.
+        optimizer: as for `save`; None leaves what the file has of them.
+        store: as for `save`.
+        map_location, strict: as for `torch.load` and `Module.load_state_dict`.
+        rng: set torch's random numbers, of the host and of CUDA devices, to what they were.
+
+    Returns the numbers of the commits, and the note that `save` was given.
+
+    Raises: FileNotFoundError, ValueError (a store at another commit, changes since it, another
+    model or other optimizers; nothing has been changed then), RuntimeError (`load_state_dict`).
+    """
+    file = Path(os.fsdecode(path)).absolute()
+    stores = _stores(model, store)
+    candidates = [_read(each, map_location) for each in (_next(file), file) if each.exists()]
+    if not candidates:
+        raise FileNotFoundError(2, "no checkpoint", str(file))
+    content = next((each for each in candidates if _fits(each, stores)), candidates[-1])
+    _check(content, stores, file)
+    saved = content["optimizer"]
+    pairs = [] if optimizer is None else list(_pairs(optimizer, saved, file))
+    model.load_state_dict(content["model"], strict=strict)
+    for target, state in pairs:
+        target.load_state_dict(state)
+    if rng:
+        torch.set_rng_state(content["rng"]["cpu"].cpu())
+        if content["rng"]["cuda"]:
+            torch.cuda.set_rng_state_all([state.cpu() for state in content["rng"]["cuda"]])
+    return Checkpoint([found["commit"] for found in content["stores"]], content["note"])
+
+
+# --- stores ---------------------------------------------------------------------------------------
+
+
+def _stores(model: nn.Module, more: Store | Iterable[Store] | None) -> list[Store]:
+    """Those of a model's tables in the order of its modules, then those given."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {model!r}")
+    found = [part.table._store for part in model.modules() if isinstance(part, TableModule)]
+    found += [more] if isinstance(more, Store) else list(more or ())
+    for each in found:
+        if not isinstance(each, Store):
+            raise TypeError(f"store must be an embermap.Store, or several, not {each!r}")
+    return list({id(each._session): each for each in found}.values())
+
+
+def _of_store(store: Store, commit: int) -> dict[str, Any]:
+    tables = {}
+    for name in store:
+        table = store[name]
+        tables[name] = {
+            "rows": table.rows,
+            "dim": table.dim,
+            "dtype": table._dtype,
+            "step": table.step,
+        }
+    return {"path": str(store.path), "commit": commit, "tables": tables}
+
+
+def _token(note: Mapping[str, Any] | None) -> Any:
+    return None if note is None else note.get(_KEY)
+
+
+def _fits(content: dict[str, Any], stores: list[Store]) -> bool:
+    """Whether the file is of the commits that the stores are at."""
+    return len(content["stores"]) == len(stores) and all(
+        _token(store.note) == content["token"] for store in stores
+    )
+
+
+def _check(content: dict[str, Any], stores: list[Store], file: Path) -> None:
+    """Raise ValueError unless the stores are what the file belongs to."""
+    saved = content["stores"]
+    if len(saved) != len(stores):
+        raise ValueError(
+            f"{str(file)!r} is of {len(saved)} stores, the model and store= have {len(stores)}"
+        )
+    for store, of in zip(stores, saved, strict=True):
+        where = f"store {str(store.path)!r}"
+        if _token(store.note) != content["token"]:
+            numbers = [
+                each.number for each in store.commits() if _token(each.note) == content["token"]
+            ]
+            if numbers:
+                raise ValueError(
+                    f"{where} is at commit {store.commit_number}, {str(file)!r} belongs to its "
+                    f"commit {numbers[-1]}: the store has gone on since, and cannot go back; take "
+                    "a later file, a reader that is still at that commit, or a snapshot of it"
+                )
+            raise ValueError(
+                f"{where} is at commit {store.commit_number}, {str(file)!r} belongs to commit "
+                f"{of['commit']} of {of['path']!r}, which is none of its commits: the file is of "
+                "another store, or of rows that were never committed"
+            )
+        for name, table in of["tables"].items():
+            if name not in store:
+                raise ValueError(f"{where} has no table {name!r} any more")
+            now = store[name]
+            if now.step != table["step"]:
+                raise ValueError(
+                    f"{where} has changes since commit {store.commit_number}: table {name!r} is at "
+                    f"step {now.step}, not {table['step']}; abandon() it and open it again"
+                )
+        if store.writable and store.stats()["total"]["dirty_pages"]:
+            raise ValueError(
+                f"{where} has changes since commit {store.commit_number}, which {str(file)!r} "
+                "belongs to; abandon() it and open it again"
+            )
+
+
+# --- states ---------------------------------------------------------------------------------------
+
+
+def _target(part: Any) -> Any:
+    """What has the state of something that was given as an optimizer."""
+    if isinstance(part, Swap):
+        return part.optimizer
+    if not hasattr(part, "state_dict") or not hasattr(part, "load_state_dict"):
+        raise TypeError(f"optimizer must have a state_dict, or be several that have, not {part!r}")
+    return part
+
+
+def _states(optimizer: Any) -> Any:
+    if optimizer is None:
+        return None
+    if isinstance(optimizer, Mapping):
+        return {name: _target(part).state_dict() for name, part in optimizer.items()}
+    if isinstance(optimizer, list | tuple):
+        return [_target(part).state_dict() for part in optimizer]
+    return _target(optimizer).state_dict()
+
+
+def _pairs(optimizer: Any, saved: Any, file: Path) -> Iterable[tuple[Any, Any]]:
+    """What was given beside its state in the file."""
+    if saved is None:
+        raise ValueError(f"{str(file)!r} has no state of optimizers")
+    if isinstance(optimizer, Mapping):
+        if not isinstance(saved, dict) or set(saved) != set(optimizer):
+            there = f"{len(saved)} without names" if isinstance(saved, list) else sorted(saved)
+            raise ValueError(
+                f"{str(file)!r} has the states {there}, optimizer= names {sorted(optimizer)}"
+            )
+        return [(_target(part), saved[name]) for name, part in optimizer.items()]
+    if isinstance(optimizer, list | tuple):
+        if not isinstance(saved, list) or len(saved) != len(optimizer):
+            there = f"{len(saved)} states" if isinstance(saved, list) else "no list of states"
+            raise ValueError(f"{str(file)!r} has {there}, optimizer= a list of {len(optimizer)}")
+        return [(_target(part), state) for part, state in zip(optimizer, saved, strict=True)]
+    target = _target(optimizer)
+    if isinstance(saved, list):
+        raise ValueError(f"{str(file)!r} has a list of {len(saved)} states, optimizer= is one")
+    return [(target, saved)]
+
+
+def _random_state() -> dict[str, Any]:
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    cuda = torch.cuda.get_rng_state_all() if begun else []
+    return {"cpu": torch.get_rng_state(), "cuda": cuda}
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _next(file: Path) -> Path:
+    return file.with_name(f"{file.name}.next")
+
+
+def _part(file: Path) -> Path:
+    return file.with_name(f"{file.name}.part")
+
+
+def _write(content: dict[str, Any], file: Path) -> None:
+    """A complete, durable file, or none."""
+    try:
+        with file.open("wb") as out:
+            torch.save(content, out)
+            out.flush()
+            os.fsync(out.fileno())
+        try:
+            torch.load(file, map_location="meta", weights_only=True)
+        except Exception as error:
+            raise TypeError(
+                f"the state holds what weights_only=True would not read: {error}"
+            ) from error
+    except BaseException:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        raise
+
+
+def _read(file: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    content: Any = torch.load(file, map_location=map_location, weights_only=True)
+    if not isinstance(content, dict) or "token" not in content or "stores" not in content:
+        raise ValueError(f"{str(file)!r} is not a file of embermap.torch.save")
+    if content["version"] > _VERSION:
+        raise ValueError(
+            f"{str(file)!r} is of version {content['version']}; this embermap reads {_VERSION}"
+        )
+    return content
+
+
+def _sync_folder(file: Path) -> None:
+    """Make a rename durable."""
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

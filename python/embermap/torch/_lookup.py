@@ -1,0 +1,245 @@
+"""Rows of a table as part of a graph, and the gradients that come back for them.
+
+Two ways lead to the same place: an autograd function, for code that runs as it is written, and
+custom operators with fake kernels, which `torch.compile` takes into its graphs as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Source(Protocol):
+    """What the rows come from: a module over a table."""
+
+    anchor: torch.nn.Parameter
+
+    def _fetch(self, ids: Tensor, lead: int) -> Tensor: ...
+    def _fetch_for_update(self, ids: Tensor, lead: int) -> tuple[Tensor, Any]: ...
+    def _collect(self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None) -> None: ...
+    def _watch(self) -> None: ...
+
+
+@dataclasses.dataclass
+class _Batch:
+    """The gradient of one look-up: row i of `grads`, (n, dim), belongs to the row `ids[i]`."""
+
+    ids: Tensor
+    grads: Tensor
+    backward: int  # the backward pass it comes from, by torch's number
+    fetched: Any  # what the look-up has for an update, on a device
+
+
+class Pending:
+    """The gradients of one module.
+
+    They live as long as the anchor's gradient is there. In the middle of a backward pass it is not
+    yet: the gradients of several look-ups arrive before the anchor's. So they count from when their
+    pass has reached the anchor; those of a pass that failed before never do.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # backward passes may run in several threads at once
+        self._batches: list[_Batch] = []
+        self._arriving: list[_Batch] = []
+
+    def append(self, anchor: Tensor, ids: Tensor, grads: Tensor, fetched: Any = None) -> None:
+        """From within a backward pass."""
+        with self._lock:
+            if anchor.grad is None:
+                self._batches.clear()
+            self._arriving.append(_Batch(ids, grads, torch._C._current_graph_task_id(), fetched))
+
+    def settle(self) -> None:
+        """From within a backward pass: it has given the anchor its gradient."""
+        backward = torch._C._current_graph_task_id()
+        with self._lock:
+            self._batches += [batch for batch in self._arriving if batch.backward == backward]
+            self._arriving = [batch for batch in self._arriving if batch.backward != backward]
+
+    def gradients(self, anchor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Ids (n,) and gradients (n, dim) that count: no backward pass is under way."""
+        if anchor.grad is None:
+            self.drop()
+        with self._lock:
+            self._arriving.clear()
+            batches = list(self._batches)
+        if not batches:
+            return None
+        return joined([(batch.ids, batch.grads) for batch in batches])
+
+    def fetched(self) -> tuple[int, Any]:
+        """How many look-ups the gradients are of, and what a single one has for the update.
+
+        That is good for one update: a second call finds nothing.
+        """
+        with self._lock:
+            if len(self._batches) != 1:
+                return len(self._batches), None
+            fetched, self._batches[0].fetched = self._batches[0].fetched, None
+            return 1, fetched
+
+    def drop(self) -> None:
+        with self._lock:
+            self._batches.clear()
+            self._arriving.clear()
+
+
+def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Ids and gradients of several batches as those of one, on the device of the first."""
+    if len(parts) == 1:
+        return parts[0]
+    device = parts[0][0].device
+    return (
+        torch.cat([ids.to(device) for ids, _ in parts]),
+        torch.cat([grads.to(device) for _, grads in parts]),
+    )
+
+
+class Lookup(torch.autograd.Function):
+    """Rows of a table as a function of nothing but the anchor, which makes them part of a graph."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, ids: Tensor, source: Source, lead: int) -> Tensor:
+        rows, ctx.fetched = source._fetch_for_update(ids, lead)
+        ctx.origin = (source, anchor, lead)
+        # A copy: between here and the optimizer's step the caller may refill the buffer it gave.
+        ctx.save_for_backward(
+            ids.clone() if ids.dtype is torch.int64 else ids.to(torch.int64, copy=True)
+        )
+        ctx.set_materialize_grads(False)
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        (ids,) = ctx.saved_tensors
+        source, anchor, lead = ctx.origin
+        source._collect(ids.reshape(-1), grad, lead, ctx.fetched)
+        ctx.fetched = None
+        return torch.zeros_like(anchor.detach()), None, None, None
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+#
+# Operators take tensors and numbers, so a module is named by a number. What their fake kernels
+# need (dim, dtype) is in the arguments as well: torch keeps compiled graphs on disk, and the number
+# may be that of another module in the next process.
+
+_sources: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+_calls = itertools.count(1)
+
+
+def register(source: Any) -> int:
+    """A number by which operators find the module; it does not keep it alive."""
+    number = next(_numbers)
+    _sources[number] = source
+    return number
+
+
+def _source(number: int) -> Any:
+    source = _sources.get(number)
+    if source is None:
+        raise RuntimeError("a compiled graph looks rows up in a module that is gone")
+    return source
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _call() -> int:
+    """Another number for each look-up in a graph.
+
+    The compiler takes operators for pure functions, and would make one of two with the same
+    arguments: of the gradients of two look-ups of the same ids only one would count.
+    """
+    return next(_calls)
+
+
+def traced(
+    anchor: Tensor, ids: Tensor, number: int, dim: int, dtype: torch.dtype, lead: int
+) -> Tensor:
+    """What `Lookup` does, for a graph that is being compiled."""
+    rows: Tensor = lookup(anchor, ids, number, _call(), dim, dtype, lead)[0]
+    return rows
+
+
+_TAGS = tuple(  # Python runs in them: no part of a CUDA graph
+    getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
+)
+
+
+@torch.library.custom_op("embermap::lookup", mutates_args=(), tags=_TAGS)
+def lookup(
+    anchor: Tensor, ids: Tensor, number: int, call: int, dim: int, dtype: torch.dtype, lead: int
+) -> tuple[Tensor, Tensor]:
+    """Rows, and the ids as they were when they were looked up."""
+    source = _source(number)
+    if source.anchor.requires_grad:
+        source._watch()
+    rows = source._fetch(ids, lead)
+    return rows, ids.to(torch.int64, copy=True).reshape(-1)
+
+
+@lookup.register_fake
+def _(
+    anchor: Tensor, ids: Tensor, number: int, call: int, dim: int, dtype: torch.dtype, lead: int
+) -> tuple[Tensor, Tensor]:
+    shape = (lead + ids.numel(), dim) if lead else (*ids.shape, dim)
+    return ids.new_empty(shape, dtype=dtype), ids.new_empty((ids.numel(),), dtype=torch.int64)
+
+
+@torch.library.custom_op("embermap::collect", mutates_args=(), tags=_TAGS)
+def collect(
+    grad: Tensor,
+    ids: Tensor,
+    number: int,
+    call: int,
+    lead: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Keep the gradient of a look-up; returns that of the anchor."""
+    _source(number)._collect(ids, grad, lead)
+    return torch.zeros(1, dtype=dtype, device=device)
+
+
+@collect.register_fake
+def _(
+    grad: Tensor,
+    ids: Tensor,
+    number: int,
+    call: int,
+    lead: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return torch.empty(1, dtype=dtype, device=device)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    anchor, _, ctx.number, ctx.call, _, _, ctx.lead = inputs
+    ctx.dtype, ctx.device = anchor.dtype, anchor.device
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 7
+    (ids,) = ctx.saved_tensors
+    found = collect(grad, ids, ctx.number, ctx.call, ctx.lead, ctx.dtype, ctx.device)
+    return (found, *(None,) * 6)
+
+
+lookup.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,295 @@
+"""The tables' own optimizers as one of PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from ._lookup import joined
+from ._modules import Embedding, EmbeddingBag, EmbeddingCollection, TableModule
+from ._swap import Swap
+
+Modules = Embedding | EmbeddingBag | EmbeddingCollection
+
+COUNT = "step"  # the key of a group that has the table's count of updates
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The tables' own optimizers as one of PyTorch.
+
+    Each table is a parameter group, whose hyperparameters are the fields of its optimizer
+    (`embermap.optim`): "lr", "weight_decay", ... Schedulers of `torch.optim.lr_scheduler` change
+    them as in any other. What a group says at a step is what the table's optimizer becomes, and
+    what a commit keeps; state that a table was not created with cannot be had that way (momentum
+    for a table without it is a ValueError of the step).
+
+    `step()` calls `Table.update` once for each table with the gradients of all backward passes
+    since `zero_grad()`, those of an id summed, also where several modules are over one table. As
+    everywhere in torch they stay until then: a second `step()` applies them again, and a loop
+    without `zero_grad()` adds new ones to old ones. A table without gradients is left alone; its
+    step does not count. If the update of a table raises, tables before it have been updated.
+
+    `state_dict()` holds the groups: hyperparameters and `step`, the table's count of updates.
+    `load_state_dict()` sets the hyperparameters, and warns where the step differs from the table's:
+    the checkpoint and the table are then of different moments. `embermap.torch.save` and `load`
+    keep the two together.
+
+    Args:
+        embeddings: `embermap.torch` modules: Embedding, EmbeddingBag, EmbeddingCollection; or dicts
+            of "params", which is one or several of them, and hyperparameters of their own.
+        lr: learning rate of all of them; None keeps each table's.
+
+    Raises TypeError (another kind of module), ValueError (no embeddings, a table without optimizer,
+    a module given twice, two rates for a table); `step` raises RuntimeError under a GradScaler, and
+    as `Table.update` does.
+    """
+
+    # Makes torch.amp.GradScaler hand over its scale, by which it is noticed, instead of training on
+    # scaled gradients.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        embeddings: Iterable[Modules | dict[str, Any]] | Modules,
+        lr: float | None = None,
+    ) -> None:
+        given = [embeddings] if isinstance(embeddings, nn.Module | dict) else list(embeddings)
+        self._tables: list[list[TableModule]] = []  # modules of each group
+        groups: dict[tuple[int, str], dict[str, Any]] = {}
+        members: dict[tuple[int, str], list[TableModule]] = {}
+        for entry in given:
+            for module, options in _entries(entry, lr):
+                key = _key(module)
+                if key not in groups:
+                    groups[key], members[key] = _group(module, options), [module]
+                    continue
+                if any(other is module for other in members[key]):
+                    raise ValueError(f"the module of table {key[1]!r} is given twice")
+                wanted = _group(module, options)
+                for name in _fields(module):
+                    if groups[key][name] != wanted[name]:
+                        raise ValueError(
+                            f"table {key[1]!r} is given with {name}={groups[key][name]!r} and with "
+                            f"{name}={wanted[name]!r}"
+                        )
+                groups[key]["params"].append(module.anchor)
+                members[key].append(module)
+        if not groups:
+            raise ValueError("no embeddings given")
+        first = next(iter(groups.values()))
+        inner = ("params", "table", COUNT)
+        defaults = {name: value for name, value in first.items() if name not in inner}
+        self._waiting = list(members.values())
+        # What each table was told last: the table's count of such changes, names, values.
+        self._told: dict[int, tuple[int, tuple[str, ...], tuple[Any, ...]]] = {}
+        super().__init__(list(groups.values()), defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a table: {"params": modules of it, and hyperparameters that differ from its own}.
+
+        Raises TypeError (parameters instead of modules), ValueError (a table that is here already).
+        """
+        if self._waiting:  # from __init__
+            self._tables.append(self._waiting.pop(0))
+            super().add_param_group(param_group)
+            return
+        new: dict[tuple[int, str], list[TableModule]] = {}
+        groups: dict[tuple[int, str], dict[str, Any]] = {}
+        here = {_key(modules[0]) for modules in self._tables}
+        for module, options in _entries(param_group, None):
+            key = _key(module)
+            if key in here:
+                raise ValueError(
+                    f"table {key[1]!r} has a group already; give all its modules together"
+                )
+            if key in new:
+                groups[key]["params"].append(module.anchor)
+                new[key].append(module)
+            else:
+                groups[key], new[key] = _group(module, options), [module]
+        for key, group in groups.items():
+            self._tables.append(new[key])
+            try:
+                super().add_param_group(group)
+            except BaseException:
+                self._tables.pop()
+                raise
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update each table with the gradients that wait, and keep them; see `zero_grad`.
+
+        Returns what `closure` returns.
+
+        Args:
+            closure: computes the loss and its gradients again, called first.
+        """
+        if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
+            raise RuntimeError(
+                "gradients of embermap tables cannot be unscaled by a GradScaler: "
+                "step this optimizer without it, on a loss that is not scaled"
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for number, (group, modules) in enumerate(
+            zip(self.param_groups, self._tables, strict=True)
+        ):
+            waiting = [module._gradients() for module in modules]
+            gradients = [part for part in waiting if part is not None]
+            if not gradients:
+                continue
+            table = modules[0].table
+            self._tell(number, group, table)
+            fetched = [module._fetched() for module in modules]
+            table.update(
+                *joined(gradients), _working_set=fetched[0] if len(gradients) == 1 else None
+            )
+            group[COUNT] = table.step
+        return loss
+
+    def _tell(self, number: int, group: dict[str, Any], table: Any) -> None:
+        """Make the hyperparameters of a group those of its table, if either has changed."""
+        told = self._told.get(number)
+        version = table._live.optimizer_version
+        if told is not None and told[0] == version:
+            names, values = told[1:]
+            if all(group[name] is value for name, value in zip(names, values, strict=True)):
+                return
+        current = table.optimizer
+        optimizer = _optimizer_of(group, current)
+        if optimizer != current:
+            table.optimizer = optimizer
+        names = tuple(_names(optimizer))
+        values = tuple(group[name] for name in names)
+        # Of what can be changed in place, only comparing the contents would tell.
+        if all(isinstance(value, float | int | bool | str | None) for value in values):
+            self._told[number] = (table._live.optimizer_version, names, values)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait. Both values of `set_to_none` do the same."""
+        for modules in self._tables:
+            for module in modules:
+                module.zero_grad()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the hyperparameters of the groups from what `state_dict()` gave.
+
+        Raises ValueError if the groups are of other tables or kinds of optimizers.
+        """
+        saved_groups = state_dict["param_groups"]
+        for saved, group, modules in zip(
+            saved_groups, self.param_groups, self._tables, strict=False
+        ):
+            if saved.get("table") != group["table"]:
+                raise ValueError(
+                    f"the state is of table {saved.get('table')!r}, not {group['table']!r}"
+                )
+            if not {COUNT, *_fields(modules[0])} <= set(saved):
+                raise ValueError(
+                    f"the state for table {group['table']!r} is of another kind of optimizer"
+                )
+        super().load_state_dict(state_dict)
+        for group, modules in zip(self.param_groups, self._tables, strict=True):
+            if group[COUNT] != modules[0].table.step:
+                warnings.warn(
+                    f"the state is of step {group['step']} of table {group['table']!r}, which is "
+                    f"at step {modules[0].table.step}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        return {**state, "_tables": self._tables, "_waiting": [], "_told": {}}
+
+
+def _entries(entry: Any, lr: float | None) -> Iterable[tuple[TableModule, dict[str, Any]]]:
+    """Modules of one thing that was given, with the hyperparameters that were given for them."""
+    options: dict[str, Any] = {} if lr is None else {"lr": lr}
+    if isinstance(entry, dict):
+        options.update(entry)
+        if "params" not in entry:
+            raise ValueError('a group needs "params", its modules')
+        given = options.pop("params")
+        for part in [given] if isinstance(given, nn.Module | Tensor) else list(given):
+            yield from ((module, options) for module, _ in _entries(part, None))
+        return
+    if isinstance(entry, EmbeddingCollection):
+        for module in dict.fromkeys(entry.features.values()):
+            yield from _entries(module, lr)
+        return
+    if isinstance(entry, Swap):
+        raise TypeError(f"{entry!r} has an optimizer of its own; call its step()")
+    if not isinstance(entry, TableModule):
+        raise TypeError(
+            "embeddings must be embermap.torch.Embedding, EmbeddingBag or EmbeddingCollection, "
+            f"not {entry!r}"
+        )
+    yield entry, options
+
+
+def _key(module: TableModule) -> tuple[int, str]:
+    return id(module.table._store._session), module.table.name
+
+
+def _names(optimizer: Any) -> list[str]:
+    """The hyperparameters of a group. How steps are counted is the table's, and cannot change."""
+    return [field.name for field in dataclasses.fields(optimizer) if field.name != COUNT]
+
+
+def _fields(module: TableModule) -> list[str]:
+    optimizer = module.table.optimizer
+    return [] if optimizer is None else _names(optimizer)
+
+
+def _group(module: TableModule, options: dict[str, Any]) -> dict[str, Any]:
+    table = module.table
+    optimizer = table.optimizer
+    if optimizer is None:
+        raise ValueError(
+            f"table {table.name!r} has no optimizer; create it with "
+            "optimizer=embermap.optim.Adagrad(...) or another one of embermap.optim"
+        )
+    names = _names(optimizer)
+    for name in options:
+        if name not in names:
+            raise ValueError(
+                f"{type(optimizer).__name__}, the optimizer of table {table.name!r}, has no {name}"
+            )
+    group = {name: getattr(optimizer, name) for name in names}
+    checked = _optimizer_of({**group, **options}, optimizer)
+    return {
+        "params": [module.anchor],
+        "table": table.name,
+        **{name: getattr(checked, name) for name in names},
+        COUNT: table.step,
+    }
+
+
+def _optimizer_of(group: dict[str, Any], optimizer: Any) -> Any:
+    """The hyperparameters of a group, as an optimizer of the kind of a table's."""
+    values = {name: _plain(group[name]) for name in _names(optimizer)}
+    return dataclasses.replace(optimizer, **values)
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter without the tensors that schedulers may keep it in."""
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, tuple | list):
+        return tuple(_plain(part) for part in value)
+    return value

@@ -1,0 +1,235 @@
+"""Optimizers of tables where loops, schedulers and hooks expect one of torch.optim."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import embermap as em
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROWS, DIM = 12, 3
+
+SCHEDULERS = torch.optim.lr_scheduler
+
+KINDS = {
+    "LambdaLR": lambda o: SCHEDULERS.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: SCHEDULERS.MultiplicativeLR(o, lambda epoch: 0.9),
+    "StepLR": lambda o: SCHEDULERS.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: SCHEDULERS.MultiStepLR(o, [2, 4]),
+    "ConstantLR": lambda o: SCHEDULERS.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: SCHEDULERS.LinearLR(o, 0.5, 1.0, 3),
+    "ExponentialLR": lambda o: SCHEDULERS.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: SCHEDULERS.PolynomialLR(o, 5, 2.0),
+    "CosineAnnealingLR": lambda o: SCHEDULERS.CosineAnnealingLR(o, 5),
+    "CosineAnnealingWarmRestarts": lambda o: SCHEDULERS.CosineAnnealingWarmRestarts(o, 2),
+    "CyclicLR": lambda o: SCHEDULERS.CyclicLR(o, 0.01, 0.2, 2),
+    "OneCycleLR": lambda o: SCHEDULERS.OneCycleLR(o, 0.3, 6),
+    "SequentialLR": lambda o: SCHEDULERS.SequentialLR(
+        o, [SCHEDULERS.ConstantLR(o, 0.1, 2), SCHEDULERS.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: SCHEDULERS.ChainedScheduler(
+        [SCHEDULERS.ConstantLR(o, 0.1, 2), SCHEDULERS.ExponentialLR(o, 0.9)]
+    ),
+    "ReduceLROnPlateau": lambda o: SCHEDULERS.ReduceLROnPlateau(o, patience=0, factor=0.5),
+}
+
+
+def every_scheduler():
+    """Names of what torch has, so that a new one shows up here."""
+    found = [
+        name
+        for name, value in vars(SCHEDULERS).items()
+        if isinstance(value, type)
+        and issubclass(value, SCHEDULERS.LRScheduler)
+        and not name.startswith("_")
+    ]
+    return sorted(set(found) - {"LRScheduler"})
+
+
+@pytest.fixture
+def table(store):
+    return store.create(
+        "t", rows=ROWS, dim=DIM, optimizer=em.optim.SGD(0.1, momentum=0.8), init=em.init.Normal()
+    )
+
+
+def both(table):
+    """Our optimizer and torch's over the same rows."""
+    ours, theirs = em.torch.Embedding(table), torch.nn.Embedding(ROWS, DIM)
+    theirs.weight.data.copy_(torch.from_numpy(table[:]))
+    return (
+        (ours, em.torch.Optimizer(ours)),
+        (theirs, torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.8)),
+    )
+
+
+def assert_same(table, theirs):
+    torch.testing.assert_close(torch.from_numpy(table[:]), theirs.weight.data, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", every_scheduler())
+def test_schedulers(table, kind):
+    pairs = both(table)
+    schedulers = [KINDS[kind](optimizer) for _, optimizer in pairs]
+    every = torch.arange(ROWS)
+    for step in range(6):
+        for (module, optimizer), scheduler in zip(pairs, schedulers, strict=True):
+            optimizer.zero_grad()
+            module(every).square().sum().backward()
+            optimizer.step()
+            scheduler.step(*([float(step)] if kind == "ReduceLROnPlateau" else []))
+        groups = [optimizer.param_groups[0] for _, optimizer in pairs]
+        for name in ("lr", "momentum"):
+            assert groups[0][name] == groups[1][name], (step, name)
+    assert_same(table, pairs[1][0])
+    state = schedulers[0].state_dict()
+    schedulers[0].load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", ["CyclicLR", "OneCycleLR"])
+def test_momentum_cannot_be_cycled_where_there_is_none(store, kind):
+    adagrad = store.create("a", rows=ROWS, dim=DIM, optimizer=em.optim.Adagrad(0.1))
+    with pytest.raises(ValueError, match="momentum"):  # as for torch.optim.Adagrad
+        KINDS[kind](em.torch.Optimizer(em.torch.Embedding(adagrad)))
+    plain = store.create("p", rows=ROWS, dim=DIM, optimizer=em.optim.SGD(0.1))
+    embedding = em.torch.Embedding(plain)
+    optimizer = em.torch.Optimizer(embedding)
+    KINDS[kind](optimizer)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="only hyperparameters"):
+        optimizer.step()
+    assert plain.step == 0
+
+
+def test_a_rate_that_is_a_tensor(table):
+    embedding = em.torch.Embedding(table)
+    optimizer = em.torch.Optimizer(embedding)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    assert table.optimizer.lr == 0.25
+
+
+def test_every_field_of_the_tables_optimizer_is_in_the_group(table):
+    optimizer = em.torch.Optimizer(em.torch.Embedding(table))
+    (group,) = optimizer.param_groups
+    for field in dataclasses.fields(table.optimizer):
+        if field.name != "step":
+            assert group[field.name] == getattr(table.optimizer, field.name)
+            assert field.name in optimizer.defaults
+    group["weight_decay"] = 0.25
+    optimizer.step()
+    assert table.optimizer.weight_decay == 0  # nothing to do
+
+
+def test_groups_with_hyperparameters_of_their_own(store):
+    one, two = (
+        store.create(name, rows=ROWS, dim=DIM, optimizer=em.optim.SGD(0.1)) for name in "ab"
+    )
+    first, second = em.torch.Embedding(one), em.torch.Embedding(two)
+    optimizer = em.torch.Optimizer([{"params": first, "lr": 0.5}, {"params": [second]}], lr=0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+    (first(torch.tensor([1])).sum() + second(torch.tensor([1])).sum()).backward()
+    optimizer.step()
+    assert one.optimizer.lr == 0.5
+    assert two.optimizer.lr == 0.25
+    for entry, error, text in (
+        ({"params": first, "learning_rate": 1.0}, ValueError, "learning_rate"),
+        ({"params": first, "lr": -1.0}, ValueError, "lr"),
+        ({"params": first, "lr": "1"}, TypeError, "lr"),
+        ({"lr": 1.0}, ValueError, "params"),
+        ({"params": [first.anchor]}, TypeError, "embermap.torch.Embedding"),
+        ({"params": first.anchor}, TypeError, "embermap.torch.Embedding"),
+        (torch.nn.Linear(1, 1), TypeError, "embermap.torch.Embedding"),
+    ):
+        with pytest.raises(error, match=text):
+            em.torch.Optimizer([entry])
+    bag = em.torch.EmbeddingBag(one)
+    with pytest.raises(ValueError, match="lr=0.7 and with lr=0.5"):
+        em.torch.Optimizer([{"params": first, "lr": 0.7}, bag])
+
+
+def test_adding_groups(store):
+    tables = [store.create(name, rows=ROWS, dim=DIM, optimizer=em.optim.SGD(0.1)) for name in "abc"]
+    first, second, third = map(em.torch.Embedding, tables)
+    optimizer = em.torch.Optimizer(first)
+    optimizer.add_param_group({"params": second, "lr": 1.0})
+    optimizer.add_param_group({"params": [third, em.torch.EmbeddingBag(tables[2])]})
+    assert [group["table"] for group in optimizer.param_groups] == ["a", "b", "c"]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 1.0, 0.1]
+    sum(module(torch.tensor([1])).sum() for module in (first, second, third)).backward()
+    optimizer.step()
+    assert [table.step for table in tables] == [1, 1, 1]
+    assert tables[1][1].tolist() == [-1] * DIM
+    optimizer.zero_grad()
+    assert third.weight.grad is None
+    with pytest.raises(ValueError, match="'b'"):
+        optimizer.add_param_group({"params": em.torch.EmbeddingBag(tables[1])})
+    with pytest.raises(TypeError):
+        optimizer.add_param_group({"params": torch.nn.Parameter(torch.zeros(1))})
+    assert len(optimizer.param_groups) == 3
+
+
+def test_hooks_are_called(table):
+    embedding = em.torch.Embedding(table)
+    optimizer = em.torch.Optimizer(embedding)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(("before", table.step)))
+    optimizer.register_step_post_hook(lambda *_: calls.append(("after", table.step)))
+    optimizer.register_state_dict_post_hook(lambda o, state: calls.append("state"))
+    embedding(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    optimizer.state_dict()
+    assert calls == [("before", 0), ("after", 1), "state"]
+
+
+def test_accumulated_gradients_are_one_step(table):
+    (ours, optimizer), (theirs, others) = both(table)
+    for module, steps in ((ours, optimizer), (theirs, others)):
+        for _ in range(2):
+            steps.zero_grad()
+            for part in range(0, ROWS, 4):
+                (module(torch.arange(part, part + 4)).square().sum() / 3).backward()
+            steps.step()
+    assert table.step == 2
+    assert_same(table, theirs)
+
+
+def test_copies_of_a_model_and_its_optimizer_belong_together(table):
+    embedding = em.torch.Embedding(table)
+    optimizer = em.torch.Optimizer(embedding)
+    other, steps = copy.deepcopy((embedding, optimizer))
+    assert steps.param_groups[0]["params"][0] is other.anchor
+    before = torch.from_numpy(table[:])
+    other(torch.tensor([2])).sum().backward()
+    optimizer.step()
+    assert table.step == 0
+    steps.step()
+    assert (torch.from_numpy(table[:]) != before).any(1).nonzero().tolist() == [[2]]
+
+
+def test_a_training_step_that_is_compiled_as_a_whole(table):
+    embedding = em.torch.Embedding(table)
+    optimizer = em.torch.Optimizer(embedding)
+
+    @torch.compile(backend="eager")
+    def step(ids):
+        optimizer.zero_grad()
+        loss = embedding(ids).sum()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for count in range(3):
+        assert table.step == count
+        step(torch.tensor([1, 2]))
+    torch._dynamo.reset()
+
+
+def test_swaps_have_their_own_optimizers(table):
+    swap = em.torch.Swap(table, lambda params: torch.optim.SGD(params, lr=1.0))
+    with pytest.raises(TypeError, match="own"):
+        em.torch.Optimizer(swap)
