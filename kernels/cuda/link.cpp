@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t kMostPieceRows = 1024;
 constexpr std::uint64_t kLeastChunk = 256 << 10;
-constexpr std::uint64_t kChunksOfCall = 24;
+constexpr std::uint64_t kChunksOfCall = 12;
 
 // Waits for something that another running thread is about to do.
 template <class Done>
