@@ -221,6 +221,8 @@ class CudaEngine {
   virtual Moved moved(CudaBatch& batch) = 0;
 
   virtual const std::string& device_name() const noexcept = 0;
+  // What a plain copy of pinned memory reaches, in bytes a second: the limit of all that is here. Some tens of milliseconds.
+  virtual double link_rate(bool to_device) = 0;
   // How rows move; what was measured elsewhere, or before, may be added.
   virtual MoverModel& model() noexcept = 0;
   // Measures every way of moving `bytes` at `offset` of records, `rows` of which lie in a registered slab as in a whole table, in

@@ -4,6 +4,7 @@
 #include "base/error.hpp"
 #include "base/size_text.hpp"
 #include "kernels/cuda.hpp"
+#include "kernels/profile.hpp"
 
 namespace embermap {
 
@@ -25,5 +26,8 @@ void PinnedRange::release() noexcept {}
 std::unique_ptr<CudaEngine> CudaEngine::create(int device) {
   throw CudaError(fmt::format("CUDA device {} cannot be used: {}", device, cuda_absence()));
 }
+
+ProfileRange::ProfileRange(const char*) noexcept {}
+ProfileRange::~ProfileRange() = default;
 
 }  // namespace embermap

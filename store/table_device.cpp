@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/checked.hpp"
+#include "kernels/profile.hpp"
 #include "store/table_impl.hpp"
 #include "store/whole_pages.hpp"
 
@@ -211,7 +212,10 @@ void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream st
   for (std::uint64_t first = 0; first < batch.pages.size();) {
     const std::uint64_t count = std::min<std::uint64_t>(frames.size(), batch.pages.size() - first);
     const std::span<std::uint32_t> places(frames.data(), count);
-    const auto hold = pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
+    const auto hold = [&] {
+      const ProfileRange range("embermap: hold pages");
+      return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
+    }();
     device_pass(call, access, stream, [&] { body(source, first, places, {}); });
     first += count;
   }
@@ -291,6 +295,7 @@ TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* id
 
 void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
                               std::string_view field_name, CudaStream stream) {
+  const ProfileRange range("embermap: gather");
   const Field& field = schema_.field(field_name);
   if (core_->pin == Pin::kMapping && gather_mapped_device(device, ids, count, out, field, stream)) return;
   if (gather_whole(device, ids, count, out, field, stream)) return;
@@ -346,6 +351,7 @@ void TableImpl::begin_flight(CudaEngine& engine, CudaStream stream, const std::f
 
 WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
                                          CudaStream stream) {
+  const ProfileRange range("embermap: gather");
   const Field& weight = schema_.fields()[0];
   const std::uint64_t bytes = schema_.record_bytes();
   const auto plain = [&] {
@@ -383,6 +389,7 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
 
 void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows,
                                std::string_view field_name, CudaStream stream) {
+  const ProfileRange range("embermap: scatter");
   core_->bound_log();
   check_writable();
   const Field& field = schema_.field(field_name);
@@ -407,6 +414,7 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
 }
 
 void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream) {
+  const ProfileRange range("embermap: add");
   check_writable();
   change_device(
       device, ids, count, schema_.fields()[0].bytes, stream,
@@ -415,6 +423,7 @@ void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t co
 
 void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
                               CudaStream stream, std::optional<double> lr, const WorkingSet* from) {
+  const ProfileRange range("embermap: update");
   {
     const auto lock = side_by_side();
     check_writable();

@@ -25,6 +25,7 @@
 #include "tools/bench_ids.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
+#include "tools/device_bench.hpp"
 #include "tools/new_table.hpp"
 #include "tools/paths.hpp"
 #include "tools/progress.hpp"
@@ -36,7 +37,7 @@ namespace {
 
 struct Arguments {
   std::string path = ".", size = "2GiB", rows, dim = "128", dtype = "float32", page_size = "4KiB", ids = "uniform";
-  std::string batch = "65536", seconds = "3", threads = "0", depth = "128";
+  std::string batch = "65536", seconds = "3", threads = "0", depth = "128", device;
   OptimizerArguments optimizer;
 };
 
@@ -503,6 +504,14 @@ int bench_file(const std::filesystem::path& file, const Arguments& arguments, co
 }
 
 int bench(const Arguments& arguments, const Common& common) {
+  if (!arguments.device.empty())
+    return bench_device({.device = parse_device_option(arguments.device),
+                         .pool_bytes = parse_size_option("--size", arguments.size),
+                         .row_bytes = checked_mul(parse_count("--dim", arguments.dim),
+                                                  item_size(parse_dtype_option("--dtype", arguments.dtype)), "bytes of a row"),
+                         .batch = parse_count("--batch", arguments.batch),
+                         .threads = static_cast<unsigned>(parse_count("--threads", arguments.threads))},
+                        common);
   const std::filesystem::path where = arguments.path;
   std::error_code error;
   const auto kind = std::filesystem::status(where, error).type();
@@ -534,11 +543,17 @@ void add_bench(CLI::App& app, Common& common, Action& chosen) {
   option("--seconds", arguments->seconds, "Time of each part, of ten or so (default 3)", "X");
   option("--threads", arguments->threads, "For copies and steps (default: what the process may use, at most 16)", "N");
   option("--depth", arguments->depth, "Reads in flight when the bare disk is measured (default 128)", "N");
+  option(
+      "--device", arguments->device,
+      "cuda, cuda:1, ...: measures how rows of --dim and --dtype cross the link to that device, from --size of memory; no disk, "
+      "no table",
+      "DEVICE");
   arguments->optimizer.add_to(*command);
   add_store_options(*command, common);
   finish_command(*command, common, chosen,
                  "  embermap bench /data --size 8GiB --memory 800MiB --ids zipf:1.05 --optimizer adagrad\n"
-                 "  embermap bench /data/tables/items.npy",
+                 "  embermap bench /data/tables/items.npy\n"
+                 "  embermap bench --device cuda --size 8GiB --dim 128",
                  [arguments](const Common& c) { return bench(*arguments, c); });
 }
 

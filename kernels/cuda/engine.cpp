@@ -26,6 +26,7 @@
 #include "kernels/cuda/row_patch.hpp"
 #include "kernels/cuda/row_sum.hpp"
 #include "kernels/cuda/runtime.hpp"
+#include "kernels/profile.hpp"
 #include "kernels/rows.hpp"
 
 namespace embermap {
@@ -232,6 +233,7 @@ class Engine final : public CudaEngine {
                                      CudaStream stream) override;
   Moved moved(CudaBatch& batch) override;
   const std::string& device_name() const noexcept override { return name_; }
+  double link_rate(bool to_device) override;
   MoverModel& model() noexcept override { return model_; }
   void calibrate(const FrameSource& source, std::uint64_t rows, std::uint64_t offset, std::uint64_t bytes, bool both_ways,
                  ThreadPool& pool) override;
@@ -332,6 +334,7 @@ void Engine::check_ids(const std::int64_t* ids) const {
 // the last batches had. What is missing is read in a second one.
 std::unique_ptr<CudaBatch> Engine::make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                               std::uint64_t rows_per_page, const std::string& table, CudaStream stream) {
+  const ProfileRange range("embermap: sort ids");
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "make_batch");
   auto batch = new_batch(ids, count, rows, rows_per_page, "make_batch", stream);
@@ -409,6 +412,7 @@ std::unique_ptr<DeviceBatch> Engine::new_batch(const std::int64_t* ids, std::uin
 
 std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                                std::uint64_t rows_per_page, const std::string& table, CudaStream stream) {
+  const ProfileRange range("embermap: sort ids");
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "begin_batch");
   auto batch = new_batch(ids, count, rows, rows_per_page, "begin_batch", stream);
@@ -789,6 +793,7 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
                                           const std::string& table, const FrameSource& source, std::uint64_t offset,
                                           std::uint64_t bytes, std::byte* out, ThreadPool& pool, CudaStream stream,
                                           const std::shared_ptr<CudaFlight>& behind) {
+  const ProfileRange range("embermap: fetch");
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "gather");
   const bool reaches = zero_copy(source);
@@ -896,6 +901,7 @@ void Engine::gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uin
 void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
                    std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
                    const std::function<void()>& meanwhile) {
+  const ProfileRange range("embermap: fetch");
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = own(batch, stream, "fetch");
   if (mine.count == 0) return;
@@ -913,6 +919,7 @@ void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t fi
 void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
                         std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream,
                         const std::function<void()>& meanwhile) {
+  const ProfileRange range("embermap: write back");
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = with_rows(batch, stream, "write_back");
   if (mine.count == 0) return;
@@ -928,6 +935,7 @@ void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64
 
 void Engine::write_back_last(CudaBatch& batch, const FrameSource& source, std::uint64_t offset, std::uint64_t bytes,
                              const std::byte* in, ThreadPool& pool, CudaStream stream, const std::function<void()>& meanwhile) {
+  const ProfileRange range("embermap: write back");
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = own(batch, stream, "write_back_last");
   if (mine.count == 0) return;
@@ -942,8 +950,32 @@ void Engine::write_back_last(CudaBatch& batch, const FrameSource& source, std::u
   write_back_through_host(stretch, pool);
 }
 
+double Engine::link_rate(bool to_device) {
+  constexpr std::uint64_t kBytes = 64 << 20;
+  constexpr std::size_t kCopies = 9;
+  const gpu::ScopedDevice current(device_);
+  const gpu::OwnStream own;
+  const DeviceBuffer on_device(pool_, kBytes, own.get());
+  StagingPool::Lease on_host = staging_.acquire(kBytes, own.get());
+  std::array<float, kCopies> milliseconds{};
+  for (float& time : milliseconds) {
+    const gpu::EventPool::Lease begin = shared_->events.record(own.get());
+    if (to_device)
+      EMBERMAP_CUDA(cudaMemcpyAsync(on_device.data(), on_host.data(), kBytes, cudaMemcpyHostToDevice, own.get()));
+    else
+      EMBERMAP_CUDA(cudaMemcpyAsync(on_host.data(), on_device.data(), kBytes, cudaMemcpyDeviceToHost, own.get()));
+    const gpu::EventPool::Lease end = shared_->events.record(own.get());
+    EMBERMAP_CUDA(cudaStreamSynchronize(own.get()));
+    EMBERMAP_CUDA(cudaEventElapsedTime(&time, begin.get(), end.get()));
+  }
+  on_host.settled();
+  std::nth_element(milliseconds.begin(), milliseconds.begin() + kCopies / 2, milliseconds.end());
+  return static_cast<double>(kBytes) / (static_cast<double>(milliseconds[kCopies / 2]) * 1e-3);
+}
+
 void Engine::calibrate(const FrameSource& source, std::uint64_t rows, std::uint64_t offset, std::uint64_t bytes, bool both_ways,
                        ThreadPool& pool) {
+  const ProfileRange range("embermap: measure movers");
   const gpu::ScopedDevice current(device_);
   if (!zero_copy(source) || rows == 0 || bytes == 0) return;
   FrameSource whole = source;
@@ -1155,6 +1187,7 @@ bool Engine::writes_behind(CudaBatch& batch, const FrameSource& source, const Th
 std::shared_ptr<CudaFlight> Engine::write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
                                                       std::span<const std::shared_ptr<CudaFlight>> readers, ThreadPool& pool,
                                                       CudaStream stream) {
+  const ProfileRange range("embermap: write back behind");
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = with_rows(*batch, stream, "write_back_behind");
   check_source(mine, source, 0, 0, mine.offset, mine.bytes, "write_back_behind");
@@ -1230,6 +1263,7 @@ const std::byte* Engine::aligned_input(const DeviceBatch& batch, const std::byte
 }
 
 void Engine::add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) {
+  const ProfileRange range("embermap: add");
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = with_rows(batch, stream, "add");
   if (mine.count == 0) return;
@@ -1246,6 +1280,7 @@ void Engine::add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::by
 
 void Engine::step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads,
                   DType grad_dtype, CudaStream stream) {
+  const ProfileRange range("embermap: optimizer step");
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = with_rows(batch, stream, "step");
   if (mine.whole && mine.count != 0) settle(mine);

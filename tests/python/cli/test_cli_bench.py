@@ -179,3 +179,29 @@ def test_it_tidies_up_when_it_is_stopped(
     assert process.returncode == 128 + number
     assert f"stopped by {number.name}" in error
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "-1", "1.5"])
+def test_a_device_that_is_none_is_wrong_usage(cli: Embermap, tmp_path: Path, text: str) -> None:
+    failed = cli.fails("bench", tmp_path, f"--device={text}", code=2)
+    assert "--device" in failed.err
+
+
+def test_without_a_gpu_the_device_is_named(cli: Embermap) -> None:
+    failed = cli.fails("bench", "--device", "cuda:99", code=1)
+    assert "CUDA device 99" in failed.err
+
+
+@pytest.mark.gpu
+def test_what_moves_rows_to_a_gpu(cli: Embermap) -> None:
+    options = ("--device", "cuda", "--size", "64MiB", "--dim", "64", "--batch", "5000")
+    found = cli.ok("bench", *options, "--json").json
+    assert found["row_bytes"] == 256
+    assert min(found["link"].values()) > 1e9
+    assert {one["direction"] for one in found["measured"]} == {"fetch", "write_back"}
+    for one in found["measured"]:
+        assert all(way["bytes_per_second"] > 0 for way in one["ways"])
+    assert found["chosen"]["batch"] == 5000
+    text = cli.ok("bench", *options).out
+    assert "of the link" in text
+    assert "chosen to fetch" in text
