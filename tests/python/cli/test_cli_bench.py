@@ -183,13 +183,13 @@ def test_it_tidies_up_when_it_is_stopped(
 
 @pytest.mark.parametrize("text", ["gpu", "cuda:", "cuda:x", "-1", "1.5"])
 def test_a_device_that_is_none_is_wrong_usage(cli: Embermap, tmp_path: Path, text: str) -> None:
-    failed = cli.fails("bench", tmp_path, f"--device={text}", code=2)
+    failed = cli("bench", tmp_path, f"--device={text}")
+    assert failed.code == 2
     assert "--device" in failed.err
 
 
 def test_without_a_gpu_the_device_is_named(cli: Embermap) -> None:
-    failed = cli.fails("bench", "--device", "cuda:99", code=1)
-    assert "CUDA device 99" in failed.err
+    cli.fails("bench", "--device", "cuda:99", says=["CUDA device 99"])
 
 
 @pytest.mark.gpu
