@@ -357,9 +357,11 @@ class Optimizer(torch.optim.Optimizer):
 
 def _optimizer_of(group: dict[str, Any], table: Table) -> optim.Optimizer:
     """The hyperparameters of a group, as the optimizer of its table."""
-    kind: Callable[..., optim.Optimizer] = optim.SGD
-    if isinstance(table.optimizer, optim.Adagrad):
-        kind = optim.Adagrad
-    values = {name: group[name] for name in dataclasses.asdict(table.optimizer or optim.SGD())}
-    # A scheduler may keep lr as a tensor.
-    return kind(**{name: v.item() if isinstance(v, Tensor) else v for name, v in values.items()})
+    current = table.optimizer or optim.SGD()
+    # "step" of a group is the table's count. A scheduler may keep lr as a tensor.
+    values = {
+        name: group[name].item() if isinstance(group[name], Tensor) else group[name]
+        for name in dataclasses.asdict(current)
+        if name != "step"
+    }
+    return dataclasses.replace(current, **values)
