@@ -69,8 +69,12 @@ Groups groups_of(const Batch& batch, std::uint64_t first, std::uint64_t count);
 // being about equal in positions, not in groups. A group with a great part of all positions is cut by columns: no thread adds up
 // a popular row alone, and each element still sees its addends in order. `column_bytes` is the size of a column of one position's
 // row.
-template <class Body>
-void for_groups(const Groups& groups, std::uint64_t dim, std::uint64_t column_bytes, ThreadPool& pool, const Body& body) {
+//
+// `heavy_body` is called instead for such a group, as heavy_body(group, for_columns), which has to call for_columns(part) for
+// part(first_column, last_column) to be called for pieces of the row, by the pool's threads, and returns when all are done.
+template <class Body, class Heavy>
+void for_groups(const Groups& groups, std::uint64_t dim, std::uint64_t column_bytes, ThreadPool& pool, const Body& body,
+                const Heavy& heavy_body) {
   if (groups.count == 0 || dim == 0) return;
   const std::uint64_t row_bytes = dim * column_bytes;
   const std::uint64_t columns_per_line = std::max<std::uint64_t>(1, 64 / column_bytes);
@@ -112,9 +116,18 @@ void for_groups(const Groups& groups, std::uint64_t dim, std::uint64_t column_by
                       }
                     });
   for (const std::uint64_t group : heavy)
-    pool.parallel_for(lines, 1, [&](std::uint64_t begin, std::uint64_t end) {
-      body(group, group + 1, begin * columns_per_line, std::min(dim, end * columns_per_line));
+    heavy_body(group, [&](const auto& part) {
+      pool.parallel_for(lines, 1, [&](std::uint64_t begin, std::uint64_t end) {
+        part(begin * columns_per_line, std::min(dim, end * columns_per_line));
+      });
     });
+}
+template <class Body>
+void for_groups(const Groups& groups, std::uint64_t dim, std::uint64_t column_bytes, ThreadPool& pool, const Body& body) {
+  for_groups(groups, dim, column_bytes, pool, body, [&](std::uint64_t group, const auto& for_columns) {
+    for_columns(
+        [&](std::uint64_t first_column, std::uint64_t last_column) { body(group, group + 1, first_column, last_column); });
+  });
 }
 
 // Columns summed at a time: the sums stay in the first-level cache.

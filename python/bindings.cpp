@@ -16,6 +16,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
@@ -26,7 +27,9 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/error.hpp"
@@ -38,6 +41,62 @@
 
 namespace nb = nanobind;
 using namespace nb::literals;
+
+namespace nanobind::detail {
+
+// An optimizer is (name, options) here, None where there is none; the classes are Python's.
+template <>
+struct type_caster<embermap::Optimizer> {
+  NB_TYPE_CASTER(embermap::Optimizer, const_name("tuple[str, dict[str, typing.Any]] | None"))
+
+  bool from_python(handle source, std::uint8_t, cleanup_list*) noexcept {
+    value = std::monostate{};
+    if (source.is_none()) return true;
+    try {
+      const auto [name, options] = cast<std::pair<std::string, dict>>(source);
+      const std::optional<embermap::Optimizer> known = embermap::optimizer_named(name);
+      if (!known) return false;
+      value = *known;
+      std::visit(
+          [&, &all = options](auto& o) {
+            embermap::visit_options(o, [&]<class T>(const char* option, T& target, bool) {
+              const object given = all[option];
+              if constexpr (std::is_same_v<T, embermap::StepOf>)
+                target = embermap::step_of_named(cast<std::string>(given)).value();
+              else if constexpr (std::is_same_v<T, std::array<double, 2>>)
+                target = {cast<double>(given[0]), cast<double>(given[1])};
+              else
+                target = cast<T>(given);
+            });
+          },
+          value);
+      return true;
+    } catch (const std::exception&) {  // not made by embermap.optim
+      PyErr_Clear();
+      return false;
+    }
+  }
+
+  static handle from_cpp(const embermap::Optimizer& optimizer, rv_policy, cleanup_list*) noexcept {
+    if (std::holds_alternative<std::monostate>(optimizer)) return none().release();
+    dict options;
+    std::visit(
+        [&](const auto& o) {
+          embermap::visit_options(o, [&]<class T>(const char* option, const T& given, bool) {
+            if constexpr (std::is_same_v<T, embermap::StepOf>)
+              options[option] = std::string(embermap::step_of_name(given));
+            else if constexpr (std::is_same_v<T, std::array<double, 2>>)
+              options[option] = nanobind::make_tuple(given[0], given[1]);
+            else
+              options[option] = given;
+          });
+        },
+        optimizer);
+    return nanobind::make_tuple(std::string(embermap::optimizer_name(optimizer)), options).release();
+  }
+};
+
+}  // namespace nanobind::detail
 
 namespace embermap::python {
 namespace {
@@ -395,29 +454,6 @@ Report verify(Table& table, const nb::object& callback) {
 // --- module ---------------------------------------------------------------------------------------------------------
 
 void bind_options(nb::module_& m) {
-  nb::class_<Sgd>(m, "Sgd")
-      .def(
-          "__init__",
-          [](Sgd* self, double lr, double momentum, double weight_decay, bool nesterov) {
-            new (self) Sgd{lr, momentum, weight_decay, nesterov};
-          },
-          "lr"_a, "momentum"_a, "weight_decay"_a, "nesterov"_a)
-      .def_ro("lr", &Sgd::lr)
-      .def_ro("momentum", &Sgd::momentum)
-      .def_ro("weight_decay", &Sgd::weight_decay)
-      .def_ro("nesterov", &Sgd::nesterov);
-  nb::class_<Adagrad>(m, "Adagrad")
-      .def(
-          "__init__",
-          [](Adagrad* self, double lr, double lr_decay, double weight_decay, double initial_accumulator_value, double eps) {
-            new (self) Adagrad{lr, lr_decay, weight_decay, initial_accumulator_value, eps};
-          },
-          "lr"_a, "lr_decay"_a, "weight_decay"_a, "initial_accumulator_value"_a, "eps"_a)
-      .def_ro("lr", &Adagrad::lr)
-      .def_ro("lr_decay", &Adagrad::lr_decay)
-      .def_ro("weight_decay", &Adagrad::weight_decay)
-      .def_ro("initial_accumulator_value", &Adagrad::initial_accumulator_value)
-      .def_ro("eps", &Adagrad::eps);
   nb::class_<Zeros>(m, "Zeros").def(nb::init<>());
   nb::class_<Constant>(m, "Constant")
       .def(
@@ -479,6 +515,8 @@ void bind_table(nb::module_& m) {
           "field_dtype",
           [](const Table& t, std::string_view field) { return std::string(dtype_name(t.schema().field(field).dtype)); },
           "field"_a)
+      .def(
+          "field_elements", [](const Table& t, std::string_view field) { return t.schema().field(field).elements; }, "field"_a)
       .def(
           "gather",
           [](Table& t, const Ids& ids, const WritableBytes& out, std::string_view field) {

@@ -13,8 +13,8 @@
 #include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/half.hpp"
+#include "base/philox.hpp"
 #include "base/vector_dispatch.hpp"
-#include "store/philox.hpp"
 
 // Everything a row is made of is IEEE addition, multiplication, division, square root and integer arithmetic in a fixed order,
 // and the build forbids contraction for this file: the bits do not depend on the compiler, the vector width or the C library.

@@ -38,21 +38,23 @@ bool is_utf8(std::string_view text) {
   }
 }
 
+Json option_json(double value) { return value; }
+Json option_json(bool value) { return value; }
+Json option_json(StepOf value) { return step_of_name(value); }
+Json option_json(const std::optional<double>& value) { return value ? Json(*value) : Json(nullptr); }
+Json option_json(const std::array<double, 2>& value) { return {value[0], value[1]}; }
+
 Json optimizer_json(const Optimizer& optimizer) {
-  if (const auto* sgd = std::get_if<Sgd>(&optimizer))
-    return {{"name", "sgd"},
-            {"lr", sgd->lr},
-            {"momentum", sgd->momentum},
-            {"weight_decay", sgd->weight_decay},
-            {"nesterov", sgd->nesterov}};
-  if (const auto* adagrad = std::get_if<Adagrad>(&optimizer))
-    return {{"name", "adagrad"},
-            {"lr", adagrad->lr},
-            {"lr_decay", adagrad->lr_decay},
-            {"weight_decay", adagrad->weight_decay},
-            {"initial_accumulator_value", adagrad->initial_accumulator_value},
-            {"eps", adagrad->eps}};
-  return nullptr;
+  if (std::holds_alternative<std::monostate>(optimizer)) return nullptr;
+  Json json{{"name", optimizer_name(optimizer)}};
+  std::visit(
+      [&](const auto& o) {
+        visit_options(o, [&](const char* name, const auto& value, bool said) {
+          if (said || !is_unset(value)) json[name] = option_json(value);
+        });
+      },
+      optimizer);
+  return json;
 }
 
 Json init_json(const Initializer& init) {
@@ -228,20 +230,35 @@ class Reader {
   std::string where_;
 };
 
+void read_option(const Reader& reader, const char* name, double& value) { value = reader.number(name); }
+void read_option(const Reader& reader, const char* name, bool& value) { value = reader.boolean(name); }
+void read_option(const Reader& reader, const char* name, std::optional<double>& value) { value = reader.number(name); }
+void read_option(const Reader& reader, const char* name, std::array<double, 2>& value) {
+  const ReadJson& pair = reader.at(name);
+  if (!pair.is_array() || pair.size() != 2 || !pair[0].is_number() || !pair[1].is_number())
+    reader.fail(fmt::format("has '{}' that are not two numbers: {}", name, shown(pair)));
+  value = {pair[0].get<double>(), pair[1].get<double>()};
+}
+void read_option(const Reader& reader, const char* name, StepOf& value) {
+  const std::string text = reader.text(name);
+  const std::optional<StepOf> step = step_of_named(text);
+  if (!step) reader.fail(fmt::format("has the {} '{}', which is neither 'global' nor 'row'", name, printable(text)));
+  value = *step;
+}
+
 Optimizer read_optimizer(const Reader& reader) {
   const std::string name = reader.text("name");
-  if (name == "sgd")
-    return Sgd{.lr = reader.number("lr"),
-               .momentum = reader.number("momentum"),
-               .weight_decay = reader.number("weight_decay"),
-               .nesterov = reader.boolean("nesterov")};
-  if (name == "adagrad")
-    return Adagrad{.lr = reader.number("lr"),
-                   .lr_decay = reader.number("lr_decay"),
-                   .weight_decay = reader.number("weight_decay"),
-                   .initial_accumulator_value = reader.number("initial_accumulator_value"),
-                   .eps = reader.number("eps")};
-  reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name)));
+  std::optional<Optimizer> optimizer = optimizer_named(name);
+  if (!optimizer || std::holds_alternative<std::monostate>(*optimizer))
+    reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name)));
+  std::visit(
+      [&](auto& o) {
+        visit_options(o, [&](const char* option, auto& value, bool said) {
+          if (said || reader.has(option)) read_option(reader, option, value);
+        });
+      },
+      *optimizer);
+  return *optimizer;
 }
 
 Initializer read_init(const Reader& reader) {

@@ -79,9 +79,9 @@ void PageFile::generate_states(std::uint64_t count, std::byte* out) const {
     for (std::uint64_t row = 0; row < count; ++row) {
       std::byte* at = out + row * geometry_.stride + field.offset;
       if (field.dtype == DType::kFloat64)
-        fill_elements<double>(at, schema_.dim(), field.initial);
+        fill_elements<double>(at, field.elements, field.initial);
       else
-        fill_elements<float>(at, schema_.dim(), field.initial);
+        fill_elements<float>(at, field.elements, field.initial);
     }
   }
 }

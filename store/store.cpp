@@ -78,7 +78,7 @@ class TableRows final : public RowReader {
  public:
   TableRows(Table table, std::string_view field) : table_{std::move(table)}, field_{table_.schema().field(field)} {
     rows_ = table_.rows();
-    dim_ = table_.dim();
+    dim_ = field_.elements;
     dtype_ = field_.dtype;
   }
   std::string description() const override { return "table " + printable(table_.name()) + ", field " + field_.name; }

@@ -177,7 +177,7 @@ class Table {
   bool big_endian() const;  // the adopted file's elements have their highest byte first; rows are native all the same
 
   std::uint64_t optimizer_version() const;  // changes with each set_optimizer() of this session
-  // Changes the hyperparameters, not the kind nor the state fields; kept by the next commit.
+  // Changes the hyperparameters, not the kind nor the state fields nor what those begin with; kept by the next commit.
   void set_optimizer(const Optimizer& optimizer);
   // Bytes of the store's budget for this table (frames, look-up, page bits, checksums), what it cannot use going to the others;
   // 0: by size. Takes effect at once; kept by the next commit, or, in a store that is open read-only, for this session. All
@@ -185,14 +185,15 @@ class Table {
   // writing throws: with the memory of all tables as before.
   void set_memory(std::uint64_t bytes);
 
-  // out = ids.size() x dim elements of the field, C order.
+  // out = ids.size() x dim elements of the field (x 1 of one with one number a row), C order.
   void gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field = "weight");
   // rows = ids.size() x dim elements of the field.
   void scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field = "weight");
   // Adds to the weights.
   void add(std::span<const std::int64_t> ids, std::span<const std::byte> rows);
   // One optimizer step; grads = ids.size() x dim elements of the weight's dtype, or of float32 for half-precision rows. `lr`
-  // replaces the optimizer's learning rate for this step alone. Without ids nothing happens, and step() does not count.
+  // replaces the optimizer's learning rate for this step alone (Rprop has none: InvalidArgument). Without ids nothing happens, and
+  // step() does not count.
   void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
               std::optional<double> lr = {});
   // Reads pages of these rows, on a thread of the store's, while the caller goes on. Calls are served in their order. Pages that

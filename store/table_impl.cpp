@@ -363,13 +363,8 @@ void TableImpl::add(std::span<const std::int64_t> ids, std::span<const std::byte
 }
 
 StepScalars TableImpl::next_step(std::optional<double> lr) const {
-  Optimizer optimizer = entry_.optimizer;
-  if (lr) {
-    if (auto* sgd = std::get_if<Sgd>(&optimizer)) sgd->lr = *lr;
-    if (auto* adagrad = std::get_if<Adagrad>(&optimizer)) adagrad->lr = *lr;
-    check_optimizer(optimizer);
-  }
-  return step_scalars(optimizer, step_.load() + 1);
+  const Optimizer optimizer = lr ? with_learning_rate(entry_.optimizer, *lr) : entry_.optimizer;
+  return step_scalars(optimizer, step_.load() + 1, entry_.seed);
 }
 
 void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
@@ -462,11 +457,17 @@ void TableImpl::set_optimizer(const Optimizer& optimizer) {
   check_writable();
   check_optimizer(optimizer);
   const Schema wanted(schema_.dim(), schema_.dtype(), optimizer);
-  const bool same_fields = std::equal(wanted.fields().begin(), wanted.fields().end(), schema_.fields().begin(),
-                                      schema_.fields().end(), [](const Field& a, const Field& b) { return a.name == b.name; });
-  if (optimizer.index() != entry_.optimizer.index() || !same_fields)
+  const auto same = [&](const auto& of) {
+    return std::equal(wanted.fields().begin(), wanted.fields().end(), schema_.fields().begin(), schema_.fields().end(), of);
+  };
+  if (optimizer.index() != entry_.optimizer.index() || !same([](const Field& a, const Field& b) { return a.name == b.name; }))
     throw InvalidArgument(fmt::format("table '{}' keeps the state of '{}' in its records; only hyperparameters can be changed",
                                       printable(name_), optimizer_name(entry_.optimizer)));
+  if (!same([](const Field& a, const Field& b) { return a.initial == b.initial; }))
+    throw InvalidArgument(
+        fmt::format("table '{}': the value with which the state of '{}' begins cannot be changed: rows that were "
+                    "written have begun with it",
+                    printable(name_), optimizer_name(entry_.optimizer)));
   entry_.optimizer = optimizer;
   ++optimizer_version_;
   entry_changed_ = true;
@@ -652,7 +653,7 @@ std::string table_header(const Schema& schema, const Geometry& geometry) {
     return format_npy_header(npy_descr(schema.dtype()), {}, 0, {geometry.rows, schema.dim()}, geometry.data_offset);
   std::vector<NpyField> fields;
   for (const Field& field : schema.fields())
-    fields.push_back({field.name, std::string(npy_descr(field.dtype)), {schema.dim()}, field.offset, field.bytes});
+    fields.push_back({field.name, std::string(npy_descr(field.dtype)), {field.elements}, field.offset, field.bytes});
   return format_npy_header({}, fields, geometry.stride, {geometry.rows}, geometry.data_offset);
 }
 

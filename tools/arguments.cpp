@@ -2,10 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cmath>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/error.hpp"
@@ -132,69 +134,117 @@ std::string initializer_text(const Initializer& init) {
   return std::visit(Text{}, init);
 }
 
+namespace {
+
+// An option as it is named in messages, and its text.
+struct Given {
+  std::string shown;
+  std::string name;
+  std::string text;
+};
+
+// Splits NAME:OPTION=VALUE,...; the options go to `given`.
+std::string split_optimizer(const std::string& text, std::vector<Given>& given) {
+  const std::size_t colon = text.find(':');
+  if (colon == std::string::npos) return text;
+  std::size_t begin = colon + 1;
+  while (begin <= text.size()) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string option = text.substr(begin, end - begin);
+    const std::size_t equals = option.find('=');
+    if (equals == std::string::npos || equals == 0)
+      throw UsageError(fmt::format("--optimizer: '{}' is not of the form OPTION=VALUE", printable(option)));
+    given.push_back({fmt::format("--optimizer: {}", printable(option.substr(0, equals))), option.substr(0, equals),
+                     option.substr(equals + 1)});
+    begin = end + 1;
+  }
+  return text.substr(0, colon);
+}
+
+void parse_option(const Given& given, double& value) { value = parse_number(given.shown, given.text); }
+void parse_option(const Given& given, std::optional<double>& value) {
+  if (given.text == "none") return value.reset();
+  value = parse_number(given.shown, given.text);
+}
+void parse_option(const Given& given, bool& value) {
+  if (given.text != "true" && given.text != "false")
+    throw UsageError(fmt::format("{}: '{}' is neither true nor false", given.shown, printable(given.text)));
+  value = given.text == "true";
+}
+void parse_option(const Given& given, std::array<double, 2>& value) {
+  const std::size_t colon = given.text.find(':');
+  if (colon == std::string::npos)
+    throw UsageError(fmt::format("{}: '{}' is not of the form X:Y", given.shown, printable(given.text)));
+  value = {parse_number(given.shown, given.text.substr(0, colon)), parse_number(given.shown, given.text.substr(colon + 1))};
+}
+void parse_option(const Given& given, StepOf& value) {
+  const std::optional<StepOf> step = step_of_named(given.text);
+  if (!step) throw UsageError(fmt::format("{}: '{}' is neither global nor row", given.shown, printable(given.text)));
+  value = *step;
+}
+
+}  // namespace
+
 void OptimizerArguments::add_to(CLI::App& command) {
   const std::string group = "Optimizer";
-  command.add_option("--optimizer", kind_, "none, sgd or adagrad: what the table is trained with (default none)")
-      ->type_name("NAME")
+  command
+      .add_option("--optimizer", text_,
+                  "what the table is trained with: none (default), or one of " + optimizer_names() +
+                      ", with any options of embermap.optim behind it: adam:lr=0.001,betas=0.9:0.99,amsgrad=true,step=row")
+      ->type_name("NAME[:OPTION=VALUE,...]")
       ->group(group);
   const auto number = [&](const char* name, std::optional<std::string>& value, const char* help) {
     command.add_option(name, value, help)->type_name("X")->group(group);
   };
-  number("--lr", lr_, "learning rate (sgd 0.001, adagrad 0.01)");
-  number("--momentum", momentum_, "sgd: momentum, kept per row if it is not 0");
+  number("--lr", lr_, "learning rate (torch's default: sgd 0.001, adagrad 0.01)");
+  number("--momentum", momentum_, "sgd, rmsprop: momentum, kept per row if it is not 0");
   command.add_flag("--nesterov", nesterov_, "sgd: Nesterov momentum")->group(group);
-  number("--weight-decay", weight_decay_, "sgd, adagrad: weight decay (0)");
-  number("--lr-decay", lr_decay_, "adagrad: decay of the learning rate (0)");
-  number("--eps", eps_, "adagrad: added to the root of the sum (1e-10)");
-  number("--initial-accumulator-value", initial_accumulator_value_, "adagrad: where the sum of squares begins (0)");
+  number("--weight-decay", weight_decay_, "weight decay (0; adamw 0.01)");
+  number("--lr-decay", lr_decay_, "adagrad, rowwise_adagrad: decay of the learning rate (0)");
+  number("--eps", eps_, "added where it is divided (torch's default: adagrad 1e-10)");
+  number("--initial-accumulator-value", initial_accumulator_value_,
+         "adagrad, rowwise_adagrad: where the sum of squares begins (0)");
 }
 
 Optimizer OptimizerArguments::optimizer() const {
-  using Choice = std::pair<const char*, const std::optional<std::string>*>;
-  const std::array<Choice, 6> all{{{"--lr", &lr_},
-                                   {"--momentum", &momentum_},
-                                   {"--weight-decay", &weight_decay_},
-                                   {"--lr-decay", &lr_decay_},
-                                   {"--eps", &eps_},
-                                   {"--initial-accumulator-value", &initial_accumulator_value_}}};
-  std::vector<std::string_view> given;
-  for (const auto& [name, value] : all)
-    if (value->has_value()) given.emplace_back(name);
-  if (nesterov_) given.emplace_back("--nesterov");
-
-  const auto take = [&](std::string_view name, const std::optional<std::string>& value, double& target) {
-    if (!value.has_value()) return;
-    target = parse_number(name, *value);
-    std::erase(given, name);
+  std::vector<Given> given;
+  const std::string name = split_optimizer(text_, given);
+  const auto take = [&](const char* option, const char* field, const std::optional<std::string>& value) {
+    if (value) given.push_back({option, field, *value});
   };
-  Optimizer result;
-  if (kind_ == "sgd") {
-    Sgd sgd;
-    take("--lr", lr_, sgd.lr);
-    take("--momentum", momentum_, sgd.momentum);
-    take("--weight-decay", weight_decay_, sgd.weight_decay);
-    sgd.nesterov = nesterov_;
-    std::erase(given, "--nesterov");
-    result = sgd;
-  } else if (kind_ == "adagrad") {
-    Adagrad adagrad;
-    take("--lr", lr_, adagrad.lr);
-    take("--weight-decay", weight_decay_, adagrad.weight_decay);
-    take("--lr-decay", lr_decay_, adagrad.lr_decay);
-    take("--eps", eps_, adagrad.eps);
-    take("--initial-accumulator-value", initial_accumulator_value_, adagrad.initial_accumulator_value);
-    result = adagrad;
-  } else if (kind_ != "none") {
-    throw UsageError(fmt::format("--optimizer: '{}' is none of none, sgd, adagrad", printable(kind_)));
+  take("--lr", "lr", lr_);
+  take("--momentum", "momentum", momentum_);
+  take("--weight-decay", "weight_decay", weight_decay_);
+  take("--lr-decay", "lr_decay", lr_decay_);
+  take("--eps", "eps", eps_);
+  take("--initial-accumulator-value", "initial_accumulator_value", initial_accumulator_value_);
+  if (nesterov_) given.push_back({"--nesterov", "nesterov", "true"});
+
+  std::optional<Optimizer> optimizer = optimizer_named(name);
+  if (!optimizer) throw UsageError(fmt::format("--optimizer: '{}' is none of none, {}", printable(name), optimizer_names()));
+  if (!given.empty() && std::holds_alternative<std::monostate>(*optimizer))
+    throw UsageError(fmt::format("{} needs --optimizer", given.front().shown));
+  for (std::size_t i = 0; i < given.size(); ++i) {
+    for (std::size_t before = 0; before < i; ++before)
+      if (given[before].name == given[i].name) throw UsageError(fmt::format("{} is given twice", given[i].shown));
+    bool known = false;
+    std::visit(
+        [&](auto& o) {
+          visit_options(o, [&](const char* field, auto& value, bool) {
+            if (given[i].name != field) return;
+            parse_option(given[i], value);
+            known = true;
+          });
+        },
+        *optimizer);
+    if (!known) throw UsageError(fmt::format("{} is not an option of the optimizer {}", given[i].shown, name));
   }
-  if (!given.empty() && kind_ == "none") throw UsageError(fmt::format("{} needs --optimizer", given.front()));
-  if (!given.empty()) throw UsageError(fmt::format("{} is not an option of the optimizer {}", given.front(), kind_));
   try {
-    check_optimizer(result);
+    check_optimizer(*optimizer);
   } catch (const InvalidArgument& error) {
     throw UsageError(error.what());
   }
-  return result;
+  return *optimizer;
 }
 
 }  // namespace embermap::tools

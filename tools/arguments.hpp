@@ -28,14 +28,15 @@ DType parse_dtype_option(std::string_view option, std::string_view text);
 Initializer parse_initializer(std::string_view text);
 std::string initializer_text(const Initializer& init);  // the other way
 
-// --optimizer and its hyperparameters. An option that the chosen optimizer does not have is refused, never ignored.
+// --optimizer NAME[:OPTION=VALUE,...] and options of their own for what is needed most. One that the chosen optimizer does not
+// have is refused, never ignored, and so is one that is given twice.
 class OptimizerArguments {
  public:
   void add_to(CLI::App& command);
   Optimizer optimizer() const;
 
  private:
-  std::string kind_ = "none";
+  std::string text_ = "none";
   std::optional<std::string> lr_, momentum_, weight_decay_, lr_decay_, eps_, initial_accumulator_value_;
   bool nesterov_ = false;
 };

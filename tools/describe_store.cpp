@@ -8,7 +8,9 @@
 #include <limits>
 #include <optional>
 #include <string_view>
+#include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/error.hpp"
@@ -198,22 +200,21 @@ void add_table_facts(Facts& facts, const Json& t) {
 }  // namespace
 
 Json optimizer_json(const Optimizer& optimizer) {
-  struct Describe {
-    Json operator()(const std::monostate&) const { return {{"name", "none"}}; }
-    Json operator()(const Sgd& o) const {
-      return {
-          {"name", "sgd"}, {"lr", o.lr}, {"momentum", o.momentum}, {"weight_decay", o.weight_decay}, {"nesterov", o.nesterov}};
-    }
-    Json operator()(const Adagrad& o) const {
-      return {{"name", "adagrad"},
-              {"lr", o.lr},
-              {"lr_decay", o.lr_decay},
-              {"weight_decay", o.weight_decay},
-              {"initial_accumulator_value", o.initial_accumulator_value},
-              {"eps", o.eps}};
-    }
-  };
-  return std::visit(Describe{}, optimizer);
+  Json json{{"name", optimizer_name(optimizer)}};
+  std::visit(
+      [&](const auto& o) {
+        visit_options(o, [&]<class T>(const char* name, const T& value, bool said) {
+          if (!said && is_unset(value)) return;
+          if constexpr (std::is_same_v<T, StepOf>)
+            json[name] = step_of_name(value);
+          else if constexpr (std::is_same_v<T, std::optional<double>>)
+            json[name] = *value;  // which is set
+          else
+            json[name] = value;
+        });
+      },
+      optimizer);
+  return json;
 }
 
 Json table_json(const Table& table) {

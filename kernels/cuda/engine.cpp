@@ -1292,23 +1292,33 @@ void Engine::step(CudaBatch& batch, const RecordLayout& layout, const StepScalar
         fmt::format("step: gradients of dtype {} for rows of dtype {}", dtype_name(grad_dtype), dtype_name(layout.dtype)));
   if (mine.count == 0) return;
 
-  const bool has_state = scalars.kind != StepScalars::Kind::kSgd;
+  // Fields with an element for each of the weight's, then those of one; each behind the one before.
+  const std::uint32_t states = all_states(scalars);
   const std::uint64_t state_item = item_size(state_dtype(layout.dtype));
-  const std::uint64_t weight_end = checked_mul(layout.dim, item_size(layout.dtype), "bytes of a weight");
-  const std::uint64_t end = has_state ? checked_add(layout.state_offset[0],
-                                                    checked_mul(layout.dim, state_item, "bytes of a state"), "bytes of a record")
-                                      : weight_end;
-  if (has_state && (layout.states == 0 || layout.state_offset[0] < weight_end || layout.state_offset[0] % state_item != 0))
-    throw InvalidArgument(fmt::format("step: {} state fields, the first at byte {}, for a weight of {} bytes", layout.states,
-                                      layout.state_offset[0], weight_end));
-  if (mine.offset != 0 || mine.bytes < end || mine.bytes % (has_state ? state_item : item_size(layout.dtype)) != 0)
+  std::uint64_t end = checked_mul(layout.dim, item_size(layout.dtype), "bytes of a weight");
+  if (layout.states < states)
+    throw InvalidArgument(fmt::format("step: {} state fields for an optimizer that needs {}", layout.states, states));
+  if (scalars.stochastic_rounding && !half)
+    throw DTypeError(fmt::format("step: stochastic rounding of rows of dtype {}", dtype_name(layout.dtype)));
+  for (std::uint32_t state = 0; state < states; ++state) {
+    const bool counter = scalars.per_row && state == states - (scalars.kind == StepScalars::Kind::kNAdam ? 2U : 1U);
+    const std::uint64_t item = counter ? sizeof(std::int32_t) : state_item;
+    const std::uint64_t elements = state < element_states(scalars.kind) ? layout.dim : 1;
+    const std::uint64_t offset = layout.state_offset[state];
+    if (offset < end || offset % item != 0)
+      throw InvalidArgument(
+          fmt::format("step: state field {} at byte {}, behind {} bytes, its items {} long", state, offset, end, item));
+    end = checked_add(offset, checked_mul(elements, item, "bytes of a state"), "bytes of a record");
+  }
+  if (mine.offset != 0 || mine.bytes < end || mine.bytes % (states != 0 ? state_item : item_size(layout.dtype)) != 0)
     throw InvalidArgument(
         fmt::format("step: the batch has bytes [{}, +{}) of each record, the step needs [0, +{})", mine.offset, mine.bytes, end));
   check_memory(grads, "gradients of step");
   DeviceBuffer copy;
   const std::uint64_t grad_row = checked_mul(layout.dim, item_size(grad_dtype), "bytes of a gradient");
   grads = aligned_input(mine, grads, checked_mul(mine.count, grad_row, "gradients of a batch"), item_size(grad_dtype), copy);
-  gpu::step_grouped({mine.working.data(), mine.bytes, mine.groups.positions, mine.groups.starts, mine.distinct, mine.count},
+  gpu::step_grouped({mine.working.data(), mine.bytes, mine.groups.positions, mine.groups.starts, mine.distinct, mine.count,
+                     mine.groups.keys, mine.wide_keys},
                     layout, scalars, grads, grad_dtype, pool_, mine.stream);
 }
 

@@ -20,7 +20,9 @@ struct SumRows {
   const std::uint32_t* positions;
   const std::uint32_t* starts;
   std::uint64_t distinct;
-  std::uint64_t count;  // positions
+  std::uint64_t count;         // positions
+  const void* keys = nullptr;  // ids, of std::uint64_t if wide_keys, else std::uint32_t; of steps only
+  bool wide_keys = false;
 };
 
 // working[u][0, dim) += sum of in[p][0, dim) over the positions p of u. Enqueues.

@@ -11,14 +11,34 @@ from . import _core
 
 
 def numbers(options: Any) -> None:
-    """Every field of a dataclass of hyperparameters is a number, or a bool where it says so."""
+    """Every field of a dataclass of hyperparameters has the type that it says: float, bool, a pair
+    of numbers, a number or None, or one of some words.
+    """
     for entry in fields(options):
         value = getattr(options, entry.name)
-        flag = entry.type in ("bool", bool)
-        if isinstance(value, bool) != flag or not isinstance(value, bool if flag else Real):
-            wanted = "True or False" if flag else "a number"
-            name = f"{entry.name} of {type(options).__name__}"
-            raise TypeError(f"{name} must be {wanted}, not {value!r}")
+        name = f"{entry.name} of {type(options).__name__}"
+        kind = str(entry.type if isinstance(entry.type, str) else entry.type.__name__)
+        if kind == "StepOf":
+            if value not in ("global", "row"):
+                error = ValueError if isinstance(value, str) else TypeError
+                raise error(f'{name} must be "global" or "row", not {value!r}')
+        elif kind.startswith("tuple"):
+            if (
+                not isinstance(value, tuple | list)
+                or len(value) != 2
+                or not all(_is_number(part) for part in value)
+            ):
+                raise TypeError(f"{name} must be two numbers, not {value!r}")
+            object.__setattr__(options, entry.name, tuple(value))
+        elif kind == "bool":
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} must be True or False, not {value!r}")
+        elif not _is_number(value) and not (value is None and kind.endswith("None")):
+            raise TypeError(f"{name} must be a number, not {value!r}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def number(value: object, name: str) -> float:

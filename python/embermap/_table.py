@@ -124,7 +124,7 @@ class Table:
         """The optimizer and its hyperparameters; None for a table that is not trained.
 
         Assigning changes the hyperparameters of later updates; the next commit keeps them. The
-        kind of optimizer and the state it needs cannot change (ValueError).
+        kind of optimizer, the state it needs and what that begins with cannot change (ValueError).
         """
         return optimizers._from_core(self._live.optimizer())
 
@@ -229,7 +229,8 @@ class Table:
         Args:
             ids: row numbers, see the class.
             field: "weight", or a state field of the optimizer ("sum", "momentum_buffer"), which
-                is float32 for float16 and bfloat16 tables.
+                is float32 for float16 and bfloat16 tables. One with a single number a row (the
+                sum of `optim.RowWiseAdagrad`, "step") gives `ids.shape + (1,)`.
             out: filled and returned if given: contiguous in C order, writable, of the exact shape
                 and dtype, on the same device, not overlapping the ids.
 
@@ -238,7 +239,7 @@ class Table:
         core = self._live
         dtype = self._field_dtype(core, field)
         batch = self._ids(ids)
-        result = _arrays.make_result(batch, self._dim, dtype, out)
+        result = _arrays.make_result(batch, core.field_elements(field), dtype, out)
         if batch.device is None:
             core.gather(batch.host, result.bytes, field)
         else:
@@ -274,7 +275,8 @@ class Table:
         core = self._live
         dtype = self._field_dtype(core, field)
         batch = self._ids(ids)
-        self._scatter(core, batch, _arrays.read_values(rows, batch, self._dim, (dtype,)), field)
+        width = core.field_elements(field)
+        self._scatter(core, batch, _arrays.read_values(rows, batch, width, (dtype,)), field)
 
     def add(self, ids: Any, rows: Any) -> None:
         """Add to rows: `rows` is of shape `ids.shape + (dim,)`. Of an id given twice all count.
@@ -311,7 +313,8 @@ class Table:
             ids: row numbers, see the class.
             grads: gradients of the weights, shape `ids.shape + (dim,)`, of the table's dtype, or
                 float32 for a float16 or bfloat16 table.
-            lr: learning rate of this step alone; None takes the optimizer's.
+            lr: learning rate of this step alone; None takes the optimizer's. Rprop has no use for
+                one (ValueError).
 
         Raises: ValueError (a table without optimizer, shapes, lr), RowIdError, TypeError: nothing
         has been changed.
@@ -462,7 +465,7 @@ class Table:
         core = self._live
         dtype = self._field_dtype(core, field)
         start, stop = self._range(core, start, stop)
-        shape = (stop - start, self._dim)
+        shape = (stop - start, core.field_elements(field))
         if out is None:
             result = _arrays.host_result(shape, dtype)
         elif _arrays.cuda_device(out) is not None:
@@ -490,8 +493,9 @@ class Table:
             )
         else:
             array, name = _arrays.host_array(rows, "rows")
-        if array.ndim != 2 or array.shape[1] != self._dim:
-            raise ValueError(f"rows must have the shape (n, {self._dim}), not {array.shape}")
+        width = core.field_elements(field)
+        if array.ndim != 2 or array.shape[1] != width:
+            raise ValueError(f"rows must have the shape (n, {width}), not {array.shape}")
         _arrays.check_dtype(name, (dtype,), "rows")
         start, stop = self._range(core, start, start + array.shape[0])
         core.write(start, stop - start, _arrays.flat_bytes(np.ascontiguousarray(array)), field)
@@ -784,8 +788,9 @@ class TableView:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, dim)."""
-        return self._table.shape
+        """(rows, dim); (rows, 1) of a state field with one number a row."""
+        core = self._table._live
+        return (core.rows, core.field_elements(self._field))
 
     @property
     def ndim(self) -> int:
@@ -899,10 +904,11 @@ def _item(table: Table, key: Any, field: str, stream_bytes: int) -> Any:
     picked = _select(table, ids, field, stream_bytes)
     if columns.size and columns.dtype.kind not in "iu":
         raise IndexError(f"columns must be integers, not {columns.dtype}")
-    columns = np.where(columns < 0, columns + table.dim, columns).astype(np.intp)
-    bad = (columns < 0) | (columns >= table.dim)
+    width = picked.shape[-1]
+    columns = np.where(columns < 0, columns + width, columns).astype(np.intp)
+    bad = (columns < 0) | (columns >= width)
     if bad.any():
-        raise IndexError(f"a column is out of range for a dim of {table.dim}")
+        raise IndexError(f"a column is out of range for a dim of {width}")
     return np.take_along_axis(picked, columns[..., np.newaxis], -1)[..., 0]
 
 
@@ -960,7 +966,9 @@ def _select(table: Table, target: Any, field: str, stream_bytes: int) -> Any:
     if len(target) == 0 or abs(target.step) != 1:
         return table.gather(target, field=field)
     first, last = min(target[0], target[-1]), max(target[0], target[-1])
-    wide = len(target) * table.dim * _dtypes.ITEM_BYTES[table._field_dtype(table._live, field)]
+    core = table._live
+    item = _dtypes.ITEM_BYTES[table._field_dtype(core, field)]
+    wide = len(target) * core.field_elements(field) * item
     if wide < stream_bytes:
         return table.gather(target, field=field)
     rows = table.read(first, last + 1, field=field)

@@ -43,6 +43,29 @@ void fill(Random& random, DType dtype, std::byte* out, std::uint64_t count) {
   }
 }
 
+// As training could leave it: means and sums of squares are not negative, whose roots would be NaN of other bits here and there.
+void fill_state(Random& random, const StateField& field, DType dtype, std::byte* out, std::uint64_t count) {
+  if (field.shape == StateShape::kCount) {
+    const auto steps = static_cast<std::int32_t>(random() % 3 == 0 ? 0 : random() % 2000);
+    std::memcpy(out, &steps, sizeof steps);
+    return;
+  }
+  std::vector<std::byte> values(count * item_size(dtype));
+  fill(random, dtype, values.data(), count);
+  const bool either = field.name == "momentum_buffer" || field.name == "exp_avg" || field.name == "ax" || field.name == "prev";
+  for (std::uint64_t i = 0; i < count && !either; ++i) values[(i + 1) * item_size(dtype) - 1] &= std::byte{0x7F};
+  if (field.name == "grad_avg") std::fill(values.begin(), values.end(), std::byte{0});  // its square is below the mean of squares
+  if (field.name == "mu_product") {                                                     // in (0, 1)
+    const double product = 1.0 / static_cast<double>(2 + random() % 100);
+    const auto single = static_cast<float>(product);
+    if (dtype == DType::kFloat64)
+      std::memcpy(values.data(), &product, sizeof product);
+    else
+      std::memcpy(values.data(), &single, sizeof single);
+  }
+  std::memcpy(out, values.data(), values.size());
+}
+
 class CudaSum : public GpuTest {
  protected:
   Batch cpu_batch(const std::vector<std::int64_t>& ids) {
@@ -91,25 +114,24 @@ class CudaSum : public GpuTest {
     const DType state = state_dtype(dtype);
     RecordLayout layout{.dim = dim, .dtype = dtype, .states = static_cast<std::uint32_t>(states.size())};
     std::uint64_t bytes = dim * item_size(dtype);
-    if (!states.empty()) {
-      layout.state_offset[0] = round_up(bytes, item_size(state)) + gap;
-      bytes = layout.state_offset[0] + dim * item_size(state);
+    const std::uint64_t longest = states.empty() ? item_size(dtype) : item_size(state);
+    for (std::size_t i = 0; i < states.size(); ++i) {
+      const std::uint64_t item = states[i].shape == StateShape::kCount ? 4 : item_size(state);
+      layout.state_offset[i] = round_up(bytes, item) + (i == 0 ? gap : 0);
+      bytes = layout.state_offset[i] + (states[i].shape == StateShape::kElements ? dim : 1) * item;
     }
+    bytes = round_up(bytes, longest);
     layout.stride = bytes + tail;
     SlabTable table(random, {.rows = rows, .rows_per_page = 4, .stride = layout.stride});
     for (std::uint64_t row = 0; row < rows; ++row) {
       std::byte* const record = table.record(static_cast<std::int64_t>(row));
       fill(random, dtype, record, dim);
-      if (states.empty()) continue;
-      std::vector<std::byte> values(dim * item_size(state));
-      fill(random, state, values.data(), dim);
-      if (states[0].name == "sum")  // a sum of squares is not negative
-        for (std::uint64_t i = 0; i < dim; ++i) values[(i + 1) * item_size(state) - 1] &= std::byte{0x7F};
-      std::memcpy(record + layout.state_offset[0], values.data(), values.size());
+      for (std::size_t i = 0; i < states.size(); ++i)
+        fill_state(random, states[i], state, record + layout.state_offset[i], states[i].shape == StateShape::kElements ? dim : 1);
     }
     std::vector<std::byte> grads(grad_offset + ids.size() * dim * item_size(grad_dtype));
     fill(random, grad_dtype, grads.data() + grad_offset, ids.size() * dim);
-    const StepScalars scalars = step_scalars(optimizer, 3);
+    const StepScalars scalars = step_scalars(optimizer, 3, 0x123456789ABCDEFULL);
     std::vector<std::byte> expected = table.content();
     const Batch batch = cpu_batch(ids);
     step_rows(records(batch, table, expected), batch, 0, layout, scalars, grads.data() + grad_offset, grad_dtype, pool);
@@ -131,6 +153,51 @@ const std::array<Optimizer, 5> kOptimizers = {
     Optimizer{Sgd{.lr = 0.05}}, Optimizer{Sgd{.lr = 0.05, .momentum = 0.9, .weight_decay = 0.01}},
     Optimizer{Sgd{.lr = 0.05, .momentum = 0.9, .nesterov = true}},
     Optimizer{Adagrad{.lr = 0.05, .lr_decay = 0.001, .weight_decay = 0.001}}, Optimizer{Adagrad{.lr = 0.1, .eps = 1e-8}}};
+
+// Every kind, and every option that changes what is computed.
+std::vector<Optimizer> all_optimizers() {
+  constexpr StepOf kRow = StepOf::kRow;
+  const RowOptions clipped{.clip_value = 2.0, .clip_row = 5.0};
+  return {Sgd{.lr = 0.05, .maximize = true, .row = {.clip_value = 0.5}},
+          Sgd{.lr = 0.05, .momentum = 0.9, .dampening = 0.25, .weight_decay = 0.01},
+          Sgd{.lr = 0.05, .momentum = 0.9, .dampening = 0.25, .step = kRow, .row = clipped},
+          Adagrad{.lr = 0.05, .lr_decay = 0.1, .weight_decay = 0.01, .step = kRow},
+          Adagrad{.lr = 0.05, .row = {.clip_row = 3.0}},
+          RowWiseAdagrad{.lr = 0.05, .lr_decay = 0.1, .eps = 1e-8},
+          RowWiseAdagrad{.lr = 0.05, .lr_decay = 0.1, .weight_decay = 0.1, .step = kRow, .row = clipped},
+          Adadelta{.weight_decay = 0.01},
+          Adadelta{.row = clipped},
+          Adam{.weight_decay = 0.01},
+          Adam{.amsgrad = true, .decoupled_weight_decay = true, .row = {.clip_value = 1.0}},
+          Adam{.betas = {0.3, 0.9}, .amsgrad = true, .step = kRow},
+          AdamW{},
+          AdamW{.maximize = true, .step = kRow, .row = clipped},
+          SparseAdam{},
+          SparseAdam{.step = kRow},
+          Adamax{.weight_decay = 0.01},
+          Adamax{.step = kRow},
+          NAdam{.weight_decay = 0.01},
+          NAdam{.decoupled_weight_decay = true, .step = kRow},
+          RAdam{.weight_decay = 0.01},
+          RAdam{.decoupled_weight_decay = true, .step = kRow},
+          Asgd{.lambd = 0.01, .t0 = 1},
+          Asgd{.lambd = 0.01, .t0 = 10, .step = kRow},
+          RmsProp{.weight_decay = 0.01},
+          RmsProp{.momentum = 0.9, .row = {.clip_row = 1.0}},
+          RmsProp{.eps = 1e-2, .centered = true},
+          RmsProp{.eps = 1e-2, .momentum = 0.9, .centered = true},
+          Rprop{},
+          Rprop{.maximize = true, .row = clipped}};
+}
+
+Optimizer rounding_by_chance(Optimizer optimizer) {
+  std::visit(
+      [](auto& o) {
+        if constexpr (requires { o.row; }) o.row.stochastic_rounding = true;
+      },
+      optimizer);
+  return optimizer;
+}
 
 std::vector<DType> gradients_of(DType dtype) {
   if (dtype == DType::kFloat16 || dtype == DType::kBFloat16) return {dtype, DType::kFloat32};
@@ -157,6 +224,21 @@ TEST_F(CudaSum, StepGivesTheBitsOfTheCpuForAllTypesAndWidths) {
         }
 }
 
+TEST_F(CudaSum, EveryOptimizerGivesTheBitsOfTheCpu) {
+  Random random(22);
+  std::vector<std::int64_t> ids = random_ids(random, 200, 90);
+  ids.insert(ids.end(), 700, 3);  // left to a block
+  for (const Optimizer& optimizer : all_optimizers())
+    for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat64})
+      for (const DType grad_dtype : gradients_of(dtype))
+        for (const std::uint64_t dim : Values{1, 4, 17, 32, 128, 301}) {
+          check_step(optimizer, dtype, grad_dtype, dim, ids, 100, random);
+          if (dtype == DType::kFloat16 || dtype == DType::kBFloat16)
+            check_step(rounding_by_chance(optimizer), dtype, grad_dtype, dim, ids, 100, random);
+          if (HasFatalFailure()) return;
+        }
+}
+
 TEST_F(CudaSum, WideRows) {
   Random random(3);
   for (const std::uint64_t dim : Values{1919, 4096, 65'537, 100'000}) {
@@ -167,6 +249,7 @@ TEST_F(CudaSum, WideRows) {
     }
     check_step(kOptimizers[3], DType::kFloat32, DType::kFloat32, dim, ids, 5, random);
     check_step(kOptimizers[1], DType::kBFloat16, DType::kFloat32, dim, ids, 5, random);
+    check_step(AdamW{.step = StepOf::kRow, .row = {.clip_row = 3.0}}, DType::kFloat32, DType::kFloat32, dim, ids, 5, random);
     if (HasFatalFailure()) return;
   }
 }

@@ -17,8 +17,8 @@
 
 #include "base/error.hpp"
 #include "base/half.hpp"
+#include "base/philox.hpp"
 #include "base/vector_dispatch.hpp"
-#include "store/philox.hpp"
 
 namespace embermap {
 namespace {

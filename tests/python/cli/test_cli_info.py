@@ -260,6 +260,39 @@ def test_things_that_are_no_files(cli: Embermap, tmp_path: Path) -> None:
     cli.fails("info", tmp_path / "no" / "such.npy", says=["such.npy", "No such file"])
 
 
+def test_optimizers_with_options(cli: Embermap, tmp_path: Path) -> None:
+    shape = ["--rows", "100", "--dim", "4"]
+    adam = "adam:betas=0.9:0.99,amsgrad=true,step=row,clip_row=2.5,clip_value=none"
+    cli.ok("create", "t/a", *shape, "--optimizer", adam, "--lr", "0.25", cwd=tmp_path)
+    info = cli.info(tmp_path / "t" / "a")
+    assert info["optimizer"] == {
+        "name": "adam",
+        "lr": 0.25,
+        "betas": [0.9, 0.99],
+        "weight_decay": 0.0,
+        "eps": 1e-8,
+        "amsgrad": True,
+        "step": "row",
+        "clip_row": 2.5,
+    }
+    assert [(f["name"], f["dtype"], f["bytes"]) for f in info["fields"]] == [
+        ("weight", "float32", 16),
+        ("exp_avg", "float32", 16),
+        ("exp_avg_sq", "float32", 16),
+        ("max_exp_avg_sq", "float32", 16),
+        ("step", "int32", 4),
+    ]
+    text = cli.ok("info", "t/a", cwd=tmp_path).out
+    assert "adam lr=0.25 betas=[0.9,0.99]" in text
+    assert "step=row" in text.replace('"', "")
+    cli.ok("create", "t/r", *shape, "--optimizer", "rowwise_adagrad", "--eps", "1", cwd=tmp_path)
+    cli.ok("export", "t/r:sum", "sum.npy", cwd=tmp_path)
+    assert np.load(tmp_path / "sum.npy").shape == (100, 1)
+    for name in ["adadelta", "adamw", "sparse_adam", "adamax", "nadam", "radam", "asgd", "rmsprop"]:
+        cli.ok("create", f"t/{name}", *shape, "--optimizer", name, cwd=tmp_path)
+        assert cli.info(tmp_path / "t" / name)["optimizer"]["name"] == name
+
+
 def test_store_and_table_facts(cli: Embermap, tmp_path: Path) -> None:
     cli.ok(
         *["create", "t/items", "--rows", "1000", "--dim", "16", "--optimizer", "adagrad"],
