@@ -8,7 +8,8 @@
         rows = items.gather([3, 1, 4])
         items.update([3, 1, 4], gradients)
 
-`embermap.torch` has a module and an optimizer for PyTorch; it is imported when first used.
+`embermap.torch` has a module and an optimizer for PyTorch, `embermap.speedtorch` the classes of
+SpeedTorch; they are imported when first used.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from ._store import Commit, Store, open  # noqa: A004
 from ._table import Prefetch, Table, TableView
 
 if TYPE_CHECKING:
+    from . import speedtorch as speedtorch
     from . import torch as torch
 
 __all__ = [
@@ -78,12 +80,12 @@ def cuda_absence() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    if name == "torch":
+    if name in ("speedtorch", "torch"):
         import importlib
 
-        return importlib.import_module("embermap.torch")
+        return importlib.import_module(f"embermap.{name}")
     raise AttributeError(f"module 'embermap' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), "torch"])
+    return sorted({*globals(), "speedtorch", "torch"})
