@@ -8,7 +8,7 @@
         rows = items.gather([3, 1, 4])
         items.update([3, 1, 4], gradients)
 
-`embermap.torch` has a module and an optimizer for PyTorch; it is imported when first used.
+`embermap.torch` has modules and optimizers for PyTorch; it is imported when first used.
 """
 
 from __future__ import annotations

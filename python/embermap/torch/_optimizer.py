@@ -149,9 +149,9 @@ class Optimizer(torch.optim.Optimizer):
             if not gradients:
                 continue
             table = modules[0].table
-            optimizer = _optimizer_of(group, table.optimizer)
-            if optimizer != table.optimizer:
-                table.optimizer = optimizer
+            optimizer = table.optimizer
+            if any(_plain(group[name]) != getattr(optimizer, name) for name in _names(optimizer)):
+                table.optimizer = _optimizer_of(group, optimizer)
             table.update(*joined(gradients))
             group[COUNT] = table.step
         return loss
