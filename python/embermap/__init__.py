@@ -8,7 +8,7 @@
         rows = items.gather([3, 1, 4])
         items.update([3, 1, 4], gradients)
 
-`embermap.torch` has a module and an optimizer for PyTorch, `embermap.speedtorch` the classes of
+`embermap.torch` has modules and optimizers for PyTorch, `embermap.speedtorch` the classes of
 SpeedTorch; they are imported when first used.
 """
 

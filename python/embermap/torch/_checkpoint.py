@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -294,8 +295,10 @@ def _write(content: dict[str, Any], file: Path) -> None:
         try:
             torch.load(file, map_location="meta", weights_only=True)
         except Exception as error:
+            found = re.search(r"GLOBAL ([\w.]+)", str(error))
+            what = found[1] if found else str(error)
             raise TypeError(
-                f"the state holds what weights_only=True would not read: {error}"
+                f"the state holds what torch.load(weights_only=True) does not read: {what}"
             ) from error
     except BaseException:
         with contextlib.suppress(OSError):

@@ -173,12 +173,14 @@ def traced(
     return rows
 
 
-_TAGS = tuple(  # Python runs in them: no part of a CUDA graph
-    getattr(torch.Tag, name) for name in ("cudagraph_unsafe",) if hasattr(torch.Tag, name)
-)
+# Python runs in them, so they are no part of a CUDA graph. Where torch has no such tag yet, stores
+# refuse a stream that captures one.
+_OPTIONS: dict[str, Any] = {"mutates_args": ()}
+if hasattr(torch.Tag, "cudagraph_unsafe"):
+    _OPTIONS["tags"] = (torch.Tag.cudagraph_unsafe,)
 
 
-@torch.library.custom_op("embermap::lookup", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("embermap::lookup", **_OPTIONS)
 def lookup(
     anchor: Tensor, ids: Tensor, number: int, call: int, dim: int, dtype: torch.dtype, lead: int
 ) -> tuple[Tensor, Tensor]:
@@ -198,7 +200,7 @@ def _(
     return ids.new_empty(shape, dtype=dtype), ids.new_empty((ids.numel(),), dtype=torch.int64)
 
 
-@torch.library.custom_op("embermap::collect", mutates_args=(), tags=_TAGS)
+@torch.library.custom_op("embermap::collect", **_OPTIONS)
 def collect(
     grad: Tensor,
     ids: Tensor,
