@@ -861,6 +861,11 @@ def test_live_handles(model):
                 handle[key]
             with pytest.raises(IndexError):
                 handle[key] = 1.0
+        wide = SpeedTorch.ModelFactory(model.v_embeddings, V, D, "float64")
+        wide.zerosInit()
+        wide.getCupyVar()[3] = [0.1] * D
+        assert wide.getCupyVar()[3].tolist() == [0.1] * D  # not that of float32
+        wide.close()
         with pytest.raises(ValueError, match="do not fit"):
             handle[[1, 2]] = torch.zeros(3, D)
         assert (switcher.getNumpyVersion() == whole).all()

@@ -505,12 +505,14 @@ class _TorchCounts(CountTable):
     def toTorch(self) -> torch.Tensor:
         """All pairs that occur as a sparse COO tensor, coalesced, in memory."""
         rows, columns, counts = self.toTriples()
-        return torch.sparse_coo_tensor(
-            torch.from_numpy(np.stack([rows, columns])),
-            as_tensor(counts),
-            (self.total_classes, self.total_classes),
-            is_coalesced=True,
-        )
+        checks: Any = torch.sparse.check_sparse_tensor_invariants
+        with checks(checks.is_enabled()):  # torch warns where nobody has said whether to check
+            return torch.sparse_coo_tensor(
+                torch.from_numpy(np.stack([rows, columns])),
+                as_tensor(counts),
+                (self.total_classes, self.total_classes),
+                is_coalesced=True,
+            )
 
     def saveTorch(self, saveFileName: Any) -> None:
         """torch.save() of toTorch()."""

@@ -91,6 +91,8 @@ def as_tensor(value: Any, what: str = "dataObject") -> Tensor:
     if hasattr(value, "__array__") and not hasattr(value, "__cuda_array_interface__"):
         return _from_numpy(np.asarray(value))
     try:
+        if isinstance(value, list | tuple | range | int | float | np.generic):
+            return _from_numpy(np.asarray(value))  # Python's floats are float64 there
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         kind = _arrays.kind_of(value)

@@ -83,7 +83,9 @@ class Base:
 
     # --- making tables ----------------------------------------------------------------------------
 
-    def _open_home(self, device: torch.device, row_bytes: int, rows: int) -> Home:
+    def _open_home(
+        self, device: torch.device, row_bytes: int, rows: int, *, keep: bool = False
+    ) -> Home:
         if self._store is not None:
             return Home(self, self._store, own=False, scratch=False)
         return Home.open(
@@ -93,6 +95,7 @@ class Base:
             device=device,
             row_bytes=row_bytes,
             rows=rows,
+            keep=keep,
         )
 
     def _create(
