@@ -947,6 +947,11 @@ def test_rows_and_state_in_a_directory_go_on(tmp_path):
         part.close()
     with pytest.raises(FileExistsError, match="resume"):
         open_all(True)
+    with pytest.raises(em.StoreNotFoundError):
+        SpeedTorch.ModelFactory(Model().u_embeddings, V, D, directory=tmp_path / "new").resume()
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="directory= or store="):
+        SpeedTorch.ModelFactory(Model().u_embeddings, V, D).resume()
     for name in ("rows", "state"):
         (tmp_path / name).rename(tmp_path / f"old-{name}")
     parts = open_all(True)
@@ -1011,6 +1016,28 @@ def test_tables_larger_than_their_memory(model):
         np.testing.assert_allclose(moved, before - 0.1, atol=1e-5)
         disk = sum(f.stat().st_blocks * 512 for f in switcher.directory.iterdir())
         assert disk < 200 << 20
+
+
+def test_the_rows_of_the_next_batch_can_be_read_ahead(model):
+    optimizer = torch.optim.Adam(model.parameters())
+    ids = np.arange(0, 200_000, 1000)
+    with (
+        SpeedTorch.ModelFactory(model.u_embeddings, 200_000, 64, memory="4MiB") as rows,
+        SpeedTorch.OptimizerFactory(
+            optimizer, 200_000, 64, model, "u_embeddings", memory="4MiB"
+        ) as state,
+    ):
+        rows.uniformDistributionInit(0, 1)
+        state.optInit()
+        assert rows.prefetch(ids[:100], ids[100:]).wait(30)
+        assert [handle.wait(30) for handle in state.prefetch(ids)] == [True, True]
+        for each in (rows, state):
+            misses = each.store.stats()["total"]["misses"]
+            assert misses > 0
+            each.beforeForwardPass(ids)
+            assert each.store.stats()["total"]["misses"] == misses
+            with pytest.raises(em.RowIdError):
+                each.prefetch([200_000])
 
 
 def test_the_default_memory_is_bounded_by_the_machine(model, monkeypatch):

@@ -40,6 +40,8 @@ def count_dense(classes, pairs, values=1):
 
 def check(counts, dense):
     assert (counts.getNumpyVersion() == dense).all()
+    assert (np.asarray(counts) == dense).all()
+    assert counts.shape == dense.shape
     assert counts.nnz == (dense != 0).sum()
     assert counts.sum() == dense.sum()
     rows, columns, values = counts.toTriples()

@@ -34,7 +34,7 @@ def gadget_of(tmp_path):
     def make(kind, array, **options):
         file = tmp_path / f"{len(made)}.npy"
         np.save(file, array)
-        gadget = getattr(SpeedTorch, kind)(file, **options)
+        gadget = getattr(SpeedTorch, kind)(file, **{"device": "cpu", **options})
         gadget.gadgetInit()
         made.append(gadget)
         return gadget
@@ -213,7 +213,7 @@ def test_a_gadget_larger_than_its_memory(tmp_path):
     array = numbers((200_000, 64), "float32")
     np.save(tmp_path / "x.npy", array)
     for kind in GADGETS:
-        with getattr(SpeedTorch, kind)(tmp_path / "x.npy", memory="4MiB") as gadget:
+        with getattr(SpeedTorch, kind)(tmp_path / "x.npy", memory="4MiB", device="cpu") as gadget:
             gadget.gadgetInit()
             ids = np.random.default_rng(1).integers(0, 200_000, 5000)
             assert (gadget.getData(ids).numpy() == array[ids]).all()

@@ -15,7 +15,7 @@ import torch
 
 from .. import _checks, _core
 from .._errors import CudaError
-from .._store import Store
+from .._store import Mode, Store
 from .._store import open as open_store
 
 Place = Literal["auto", "cpu", "cuda"]
@@ -116,15 +116,17 @@ class Home:
         row_bytes: int,
         rows: int,
         keep: bool = False,
+        resume: bool = False,
     ) -> Home:
-        """Open a store in `directory`, or in a temporary one."""
+        """Open a store in `directory`, one that is there if `resume`, or in a temporary one."""
         if memory is None:
             budget = default_memory(row_bytes, rows)
         else:
             budget = _checks.size(memory, "memory")
         number = device.index if device.type == "cuda" else None
         if directory is not None:
-            store = open_store(directory, memory=budget, device=number)
+            mode: Mode = "r+" if resume else "a"
+            store = open_store(directory, mode=mode, memory=budget, device=number)
             return cls(owner, store, own=True, scratch=False)
         made = tempfile.mkdtemp(prefix="embermap-speedtorch-")
         try:

@@ -223,6 +223,8 @@ class Variable:
     def __getitem__(self, key: Any) -> Tensor:
         if _is_ids(key):
             return self.gather(self._ids(key))
+        if isinstance(key, slice):
+            return self.gather(torch.from_numpy(_range(key, len(self))))
         rows, inner = _resolve(key, self.shape)
         block = _plain(self.gather(torch.from_numpy(rows), host=True))
         picked = np.array(block[inner], copy=True)
