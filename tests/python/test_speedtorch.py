@@ -154,8 +154,15 @@ def test_everything_that_speedtorch_exported_is_there():
         *("_Common", "_CommonMM", "_GPUPytorchCommon", "_CPUPytorchCommon", "_PytorchCommon"),
     ):
         assert hasattr(SpeedTorch, name), name
+
+
+def test_everything_public_is_documented():
     for name in SpeedTorch.__all__:
-        assert inspect.getdoc(getattr(SpeedTorch, name)), name
+        thing = getattr(SpeedTorch, name)
+        assert inspect.getdoc(thing), name
+        for member in dir(thing) if inspect.isclass(thing) else ():
+            if not member.startswith("_"):
+                assert inspect.getdoc(getattr(thing, member)), f"{name}.{member}"
 
 
 def test_the_ways_to_import_it(run_python):
@@ -849,6 +856,10 @@ def test_live_handles(model):
             (([6, 7], 1), np.array([1.0, 2.0])),
             ((slice(8, 10), slice(0, 2)), torch.zeros(2)),
             (whole > 100, -1.0),
+            (slice(12, 15), torch.full((3, D), 4.0)),
+            (slice(15, 3), 1.0),
+            (slice(16, 20, 2), [[1.0], [2.0]]),
+            (slice(20, None), np.arange(D)),
             (np.array([-1, -1]), [[1.0] * D, [2.0] * D]),
         ):
             handle[key] = value

@@ -172,7 +172,7 @@ def test_any_array_can_be_written(gadget_of):
         gadget.insertData(torch.zeros(2), 1)
         gadget.insertData(data, 1)
         assert gadget.getData(1).tolist() == [5, 6]
-    for data in ("x", None, {}):
+    for data in ("x", None, {}, np.array(["x"]), [[1], [1, 2]]):
         with pytest.raises(TypeError, match="dataObject"):
             gadget.insertData(data, 1)
     with pytest.raises(ValueError, match="do not fit"):
@@ -269,6 +269,22 @@ def test_npy_files_are_those_of_numpy(model, tmp_path):
         switcher.beforeForwardPass([4])
         assert (model.u.weight.detach().numpy() == whole[4]).all()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.npy", "rows.npy"]
+
+
+def test_bfloat16_files_and_arrays(model, tmp_path):
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    array = np.arange(V * D).reshape(V, D).astype(bfloat16)
+    np.save(tmp_path / "x.npy", array)
+    with SpeedTorch.ModelFactory(model.u, V, D, "bfloat16") as switcher:
+        switcher.loadCupy(tmp_path / "x.npy")
+        assert (switcher.getNumpyVersion() == array).all()
+        switcher.getCupyVar()[2] = array[3]
+        assert switcher.getCupyVar()[2].equal(switcher.getCupyVar()[3])
+        switcher.saveCupy(tmp_path / "y.npy")
+        assert (tmp_path / "y.npy").stat().st_size == (tmp_path / "x.npy").stat().st_size
+        switcher.loadCupy(tmp_path / "y.npy")
+    with pytest.raises(TypeError, match="is of torch.bfloat16"):
+        SpeedTorch.ModelFactory(model.u, V, D).loadCupy(tmp_path / "x.npy")
 
 
 def test_files_of_torch_are_those_of_torch(model, tmp_path):

@@ -325,12 +325,8 @@ class _Numpy(ModelSwitcher):
         Raises ValueError (shape), TypeError (dtype): nothing has changed then.
         """
         source = _files.open_npy(loadFileName)
-        if source.dtype.kind == "V" and source.dtype.itemsize == 2:
-            source = source.view(np.int16)  # how NumPy keeps bfloat16
-            if self._row_dtype == torch.bfloat16:
-                self._load(_Halves(source), loadFileName)
-                return
-        self._load(source, loadFileName)
+        bfloat16 = source.dtype.kind == "V" and source.dtype.itemsize == 2  # as NumPy keeps it
+        self._load(_Halves(source.view(np.int16)) if bfloat16 else source, loadFileName)
 
 
 class _Halves:
