@@ -154,8 +154,15 @@ def test_everything_that_speedtorch_exported_is_there():
         *("_Common", "_CommonMM", "_GPUPytorchCommon", "_CPUPytorchCommon", "_PytorchCommon"),
     ):
         assert hasattr(SpeedTorch, name), name
+
+
+def test_everything_public_is_documented():
     for name in SpeedTorch.__all__:
-        assert inspect.getdoc(getattr(SpeedTorch, name)), name
+        thing = getattr(SpeedTorch, name)
+        assert inspect.getdoc(thing), name
+        for member in dir(thing) if inspect.isclass(thing) else ():
+            if not member.startswith("_"):
+                assert inspect.getdoc(getattr(thing, member)), f"{name}.{member}"
 
 
 def test_the_ways_to_import_it(run_python):
@@ -849,6 +856,10 @@ def test_live_handles(model):
             (([6, 7], 1), np.array([1.0, 2.0])),
             ((slice(8, 10), slice(0, 2)), torch.zeros(2)),
             (whole > 100, -1.0),
+            (slice(12, 15), torch.full((3, D), 4.0)),
+            (slice(15, 3), 1.0),
+            (slice(16, 20, 2), [[1.0], [2.0]]),
+            (slice(20, None), np.arange(D)),
             (np.array([-1, -1]), [[1.0] * D, [2.0] * D]),
         ):
             handle[key] = value
@@ -861,6 +872,11 @@ def test_live_handles(model):
                 handle[key]
             with pytest.raises(IndexError):
                 handle[key] = 1.0
+        wide = SpeedTorch.ModelFactory(model.v_embeddings, V, D, "float64")
+        wide.zerosInit()
+        wide.getCupyVar()[3] = [0.1] * D
+        assert wide.getCupyVar()[3].tolist() == [0.1] * D  # not that of float32
+        wide.close()
         with pytest.raises(ValueError, match="do not fit"):
             handle[[1, 2]] = torch.zeros(3, D)
         assert (switcher.getNumpyVersion() == whole).all()
@@ -942,6 +958,11 @@ def test_rows_and_state_in_a_directory_go_on(tmp_path):
         part.close()
     with pytest.raises(FileExistsError, match="resume"):
         open_all(True)
+    with pytest.raises(em.StoreNotFoundError):
+        SpeedTorch.ModelFactory(Model().u_embeddings, V, D, directory=tmp_path / "new").resume()
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match="directory= or store="):
+        SpeedTorch.ModelFactory(Model().u_embeddings, V, D).resume()
     for name in ("rows", "state"):
         (tmp_path / name).rename(tmp_path / f"old-{name}")
     parts = open_all(True)
@@ -1006,6 +1027,28 @@ def test_tables_larger_than_their_memory(model):
         np.testing.assert_allclose(moved, before - 0.1, atol=1e-5)
         disk = sum(f.stat().st_blocks * 512 for f in switcher.directory.iterdir())
         assert disk < 200 << 20
+
+
+def test_the_rows_of_the_next_batch_can_be_read_ahead(model):
+    optimizer = torch.optim.Adam(model.parameters())
+    ids = np.arange(0, 200_000, 1000)
+    with (
+        SpeedTorch.ModelFactory(model.u_embeddings, 200_000, 64, memory="4MiB") as rows,
+        SpeedTorch.OptimizerFactory(
+            optimizer, 200_000, 64, model, "u_embeddings", memory="4MiB"
+        ) as state,
+    ):
+        rows.uniformDistributionInit(0, 1)
+        state.optInit()
+        assert rows.prefetch(ids[:100], ids[100:]).wait(30)
+        assert [handle.wait(30) for handle in state.prefetch(ids)] == [True, True]
+        for each in (rows, state):
+            misses = each.store.stats()["total"]["misses"]
+            assert misses > 0
+            each.beforeForwardPass(ids)
+            assert each.store.stats()["total"]["misses"] == misses
+            with pytest.raises(em.RowIdError):
+                each.prefetch([200_000])
 
 
 def test_the_default_memory_is_bounded_by_the_machine(model, monkeypatch):

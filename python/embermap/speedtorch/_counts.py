@@ -285,6 +285,23 @@ class CountTable:
         return scipy.sparse.coo_matrix((counts, (rows, columns)), shape=shape).asformat(format)
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(total_classes, total_classes)."""
+        return (self.total_classes, self.total_classes)
+
+    def __len__(self) -> int:
+        return self.total_classes
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("counts cannot be seen as a dense matrix without a copy")
+        dense = self.getNumpyVersion()
+        return dense if dtype is None else dense.astype(dtype, copy=False)
+
+    @property
     def nnz(self) -> int:
         """Number of pairs that occur. Reads all of them."""
         live = self._live()
@@ -505,12 +522,14 @@ class _TorchCounts(CountTable):
     def toTorch(self) -> torch.Tensor:
         """All pairs that occur as a sparse COO tensor, coalesced, in memory."""
         rows, columns, counts = self.toTriples()
-        return torch.sparse_coo_tensor(
-            torch.from_numpy(np.stack([rows, columns])),
-            as_tensor(counts),
-            (self.total_classes, self.total_classes),
-            is_coalesced=True,
-        )
+        checks: Any = torch.sparse.check_sparse_tensor_invariants
+        with checks(checks.is_enabled()):  # torch warns where nobody has said whether to check
+            return torch.sparse_coo_tensor(
+                torch.from_numpy(np.stack([rows, columns])),
+                as_tensor(counts),
+                (self.total_classes, self.total_classes),
+                is_coalesced=True,
+            )
 
     def saveTorch(self, saveFileName: Any) -> None:
         """torch.save() of toTorch()."""

@@ -164,7 +164,7 @@ class DataGadgetMM(Base):
         self._adopt(found.shape, dtype, device)
 
     def _adopt(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        home = self._open_home(device, shape[1] * dtype.itemsize, shape[0])
+        home = self._open_home(device, shape[1] * dtype.itemsize, shape[0], keep=True)
         try:
             if self._name in home.store:
                 table = home.store[self._name]

@@ -15,7 +15,7 @@ import torch
 
 from .. import _checks, _core
 from .._errors import CudaError
-from .._store import Store
+from .._store import Mode, Store
 from .._store import open as open_store
 
 Place = Literal["auto", "cpu", "cuda"]
@@ -90,17 +90,20 @@ class Home:
     """A store that an object opened for itself, or one that it was given.
 
     Its own store ends with `close()`, with the object, or with the process, whichever comes first:
-    one in a temporary directory is removed then, any other is committed. One that was given stays
-    open, and its owner commits it.
+    one in a temporary directory is removed then, any other is committed; `keep` has a temporary one
+    committed as well, because the rows themselves are elsewhere. One that was given stays open, and
+    its owner commits it.
     """
 
-    def __init__(self, owner: object, store: Store, *, own: bool, scratch: bool) -> None:
+    def __init__(
+        self, owner: object, store: Store, *, own: bool, scratch: bool, keep: bool = False
+    ) -> None:
         self.store = store
         self.own = own
-        self.scratch = scratch
+        self.scratch = scratch and not keep
         self._finish: Callable[[], object] | None = None
         if own:
-            self._finish = weakref.finalize(owner, _end, store, scratch, os.getpid())
+            self._finish = weakref.finalize(owner, _end, store, scratch, keep, os.getpid())
 
     @classmethod
     def open(
@@ -112,15 +115,18 @@ class Home:
         device: torch.device,
         row_bytes: int,
         rows: int,
+        keep: bool = False,
+        resume: bool = False,
     ) -> Home:
-        """Open a store in `directory`, or in a temporary one."""
+        """Open a store in `directory`, one that is there if `resume`, or in a temporary one."""
         if memory is None:
             budget = default_memory(row_bytes, rows)
         else:
             budget = _checks.size(memory, "memory")
         number = device.index if device.type == "cuda" else None
         if directory is not None:
-            store = open_store(directory, memory=budget, device=number)
+            mode: Mode = "r+" if resume else "a"
+            store = open_store(directory, mode=mode, memory=budget, device=number)
             return cls(owner, store, own=True, scratch=False)
         made = tempfile.mkdtemp(prefix="embermap-speedtorch-")
         try:
@@ -129,7 +135,7 @@ class Home:
         except BaseException:
             shutil.rmtree(made, ignore_errors=True)
             raise
-        return cls(owner, store, own=True, scratch=True)
+        return cls(owner, store, own=True, scratch=True, keep=keep)
 
     def flush(self) -> None:
         """Bring the files up to now. Nothing where nobody will open them again."""
@@ -142,11 +148,12 @@ class Home:
             self._finish()
 
 
-def _end(store: Store, scratch: bool, process: int) -> None:
+def _end(store: Store, scratch: bool, keep: bool, process: int) -> None:
     if os.getpid() != process:
         return  # a forked child: the store and its directory are its parent's
-    if not scratch:
+    if keep or not scratch:
         store.close()
-        return
-    store.abandon()
-    shutil.rmtree(store.path, ignore_errors=True)
+    else:
+        store.abandon()
+    if scratch:
+        shutil.rmtree(store.path, ignore_errors=True)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from .. import _checks
 from .. import init as initializers
 from .._store import Store
+from .._table import Prefetch
 from . import _files
-from ._home import PathLike
+from ._home import PathLike, Place
 from ._rows import Variable, as_tensor, flat_ids
 from ._switcher import Base, Custom, first_free, floating, fresh_seed, link_file
 
@@ -245,6 +246,15 @@ class ModelSwitcher(Base):
             )
         variable.scatter(ids, rows.to(variable.dtype))
 
+    def prefetch(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> Prefetch:
+        """Read the rows of a batch to come into memory while this one computes. Returns at once.
+
+        A hint, as Table.prefetch is, whose handle this returns; it may be ignored. Raises
+        RowIdError.
+        """
+        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes, torch.device("cpu"))
+        return self._variable().table.prefetch(ids)
+
     def _watch(self, weight: Tensor) -> None:
         """Have gradients of copies of one row summed."""
         if not weight.requires_grad or (self._hooked is not None and self._hooked() is weight):
@@ -315,12 +325,8 @@ class _Numpy(ModelSwitcher):
         Raises ValueError (shape), TypeError (dtype): nothing has changed then.
         """
         source = _files.open_npy(loadFileName)
-        if source.dtype.kind == "V" and source.dtype.itemsize == 2:
-            source = source.view(np.int16)  # how NumPy keeps bfloat16
-            if self._row_dtype == torch.bfloat16:
-                self._load(_Halves(source), loadFileName)
-                return
-        self._load(source, loadFileName)
+        bfloat16 = source.dtype.kind == "V" and source.dtype.itemsize == 2  # as NumPy keeps it
+        self._load(_Halves(source.view(np.int16)) if bfloat16 else source, loadFileName)
 
 
 class _Halves:
@@ -450,7 +456,7 @@ class PytorchModelFactory(_Torch):
     ) -> None:
         self.deviceType = deviceType
         self.pinType = pinType
-        self._place = device_type(deviceType)
+        self._place, named = device_type(deviceType)
         self._begin(
             model_variable,
             total_classes,
@@ -458,7 +464,7 @@ class PytorchModelFactory(_Torch):
             datatype,
             directory=directory,
             memory=memory,
-            device=device,
+            device=named if device is None and store is None else device,
             store=store,
             name=name,
             seed=seed,
@@ -643,9 +649,10 @@ def try_remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def device_type(kind: Any) -> Any:
-    """The place of a deviceType."""
-    found = torch.device(kind).type
-    if found not in ("cpu", "cuda"):
+def device_type(kind: Any) -> tuple[Place, Any]:
+    """The place of a deviceType, and the device if it names one, as "cuda:1" does."""
+    found = torch.device(kind)
+    if found.type not in ("cpu", "cuda"):
         raise ValueError(f"deviceType must be 'cuda' or 'cpu', not {kind!r}")
-    return found
+    place: Place = "cpu" if found.type == "cpu" else "cuda"
+    return place, found if place == "cuda" and found.index is not None else None

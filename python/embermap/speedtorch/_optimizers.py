@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .. import _checks
 from .. import init as initializers
 from .._store import Store
+from .._table import Prefetch
 from . import _files
 from ._home import PathLike
 from ._models import device_type, try_remove
@@ -302,6 +303,15 @@ class OptimizerSwitcher(Base):
         if self._numbers is not None:
             self._numbers._table.write(0, self._number_values()[:, None])
 
+    def prefetch(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> list[Prefetch]:
+        """Read the state of a batch to come into memory while this one computes. Returns at once.
+
+        A hint, as Table.prefetch is, whose handles this returns; they may be ignored. Raises
+        RowIdError.
+        """
+        ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes, torch.device("cpu"))
+        return [variable.table.prefetch(ids) for variable in self._fields().values()]
+
     def _number_values(self) -> NDArray[np.float64]:
         live = self._live_state
         values = [
@@ -536,7 +546,7 @@ class PytorchOptimizerFactory(_Torch):
     ) -> None:
         self.deviceType = deviceType
         self.pinType = pinType
-        self._place = device_type(deviceType)
+        self._place, named = device_type(deviceType)
         self._begin(
             given_optimizer,
             total_classes,
@@ -546,7 +556,7 @@ class PytorchOptimizerFactory(_Torch):
             dtype,
             directory=directory,
             memory=memory,
-            device=device,
+            device=named if device is None and store is None else device,
             store=store,
             name=name,
         )

@@ -15,7 +15,7 @@ class PMemory:
     """Host memory that a GPU reaches at the same address, for `size` bytes.
 
     It is freed with the object, at the end of the process as well. Raises CudaError without a CUDA
-    device, BudgetError's base MemoryError where there is not as much.
+    device; where there is not as much memory, what torch raises.
 
     Attributes:
         size: bytes.

@@ -83,16 +83,17 @@ def as_tensor(value: Any, what: str = "dataObject") -> Tensor:
     """
     if isinstance(value, Tensor):
         return value.detach()
-    if isinstance(value, np.ndarray):
-        return _from_numpy(value)
-    if hasattr(value, "__dlpack__"):
-        found: Tensor = dlpack.from_dlpack(value)
-        return found
-    if hasattr(value, "__array__") and not hasattr(value, "__cuda_array_interface__"):
-        return _from_numpy(np.asarray(value))
     try:
+        # Python's floats are float64 to NumPy.
+        if isinstance(value, np.ndarray | np.generic | list | tuple | range | int | float):
+            return _from_numpy(np.asarray(value))
+        if hasattr(value, "__dlpack__"):
+            found: Tensor = dlpack.from_dlpack(value)
+            return found
+        if hasattr(value, "__array__") and not hasattr(value, "__cuda_array_interface__"):
+            return _from_numpy(np.asarray(value))
         return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
         kind = _arrays.kind_of(value)
         raise TypeError(f"{what} must be an array or a tensor, not {kind}: {error}") from None
 
@@ -221,6 +222,11 @@ class Variable:
     def __getitem__(self, key: Any) -> Tensor:
         if _is_ids(key):
             return self.gather(self._ids(key))
+        if isinstance(key, slice):
+            first, stop, step = key.indices(len(self))
+            if step == 1 and self._reach().type == "cpu":
+                return self._read(first, max(first, stop)).to(self._device)
+            return self.gather(torch.from_numpy(_range(key, len(self))))
         rows, inner = _resolve(key, self.shape)
         block = _plain(self.gather(torch.from_numpy(rows), host=True))
         picked = np.array(block[inner], copy=True)
@@ -233,8 +239,13 @@ class Variable:
             shape = (*ids.shape, *self._row_shape)
             self.scatter(ids, _broadcast(tensor.to(self._dtype), shape))
             return
-        rows, inner = _resolve(key, self.shape)
-        where = torch.from_numpy(rows)
+        if isinstance(key, slice) and key.indices(len(self))[2] == 1:
+            first, stop, _ = key.indices(len(self))
+            rows = max(0, stop - first)
+            self.fill(_broadcast(tensor.to(self._dtype), (rows, *self._row_shape)), first)
+            return
+        touched, inner = _resolve(key, self.shape)
+        where = torch.from_numpy(touched)
         block = _plain(self.gather(where, host=True))
         filler = _plain(tensor.to(self._dtype).cpu())
         try:
@@ -272,21 +283,23 @@ class Variable:
         """(first row, rows) from end to end, of some MiB each. bfloat16 is seen as int16."""
         step = self._block_rows()
         for start in range(0, len(self), step):
-            stop = min(start + step, len(self))
-            out = torch.empty((stop - start, self._table.dim), dtype=self._carrier)
-            self._table.read(start, stop, out=out)
-            rows = out.view(self._dtype).reshape(stop - start, *self._row_shape)
-            yield start, _plain(rows)
+            yield start, _plain(self._read(start, min(start + step, len(self))))
 
-    def fill(self, source: Any) -> None:
-        """Write all rows from an array or tensor of the same shape and dtype, block by block."""
+    def _read(self, start: int, stop: int) -> Tensor:
+        """The rows [start, stop) on the host, past the hot pages."""
+        out = torch.empty((stop - start, self._table.dim), dtype=self._carrier)
+        self._table.read(start, stop, out=out)
+        return out.view(self._dtype).reshape(stop - start, *self._row_shape)
+
+    def fill(self, source: Any, first: int = 0) -> None:
+        """Write rows from `first` on, of an array or tensor of this dtype, block by block."""
         step = self._block_rows()
-        for start in range(0, len(self), step):
+        for start in range(0, source.shape[0], step):
             part = source[start : start + step]
-            rows = as_tensor(part, "source").reshape(len(part), -1)
+            rows = as_tensor(part, "source").reshape(len(part), math.prod(self._row_shape))
             if rows.dtype != self._dtype:
                 raise TypeError(f"rows of {rows.dtype} do not fit {self._dtype}")
-            self._table.write(start, self._carried(rows.cpu(), 1))
+            self._table.write(first + start, self._carried(rows.cpu(), 1))
 
     def _carried(self, flat: Tensor, lead: int) -> Tensor:
         """Rows as the table has them: the last dimension seen as the carrier's elements."""

@@ -31,6 +31,7 @@ Pairs = tuple[Keys, Values]
 
 _MANIFEST = "counts.json"
 _FAN_IN = 8  # runs of one level that are merged into one of the next
+_NEAR = 2.0**62  # sums that may be beyond int64, and are looked at exactly
 _PAIR_BYTES = 64  # of memory for a pair that is being sorted: 16, their order, and copies
 
 
@@ -303,16 +304,23 @@ def sum_pairs(parts: list[Pairs], wide: np.dtype[Any]) -> Pairs:
     order = np.argsort(keys, kind="stable")
     keys, values = keys[order], values[order]
     starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    if wide.kind != "f" and np.abs(values.astype(np.float64)).sum() >= 2.0**62:
-        sums = np.add.reduceat(values.astype(np.float64), starts)
-        if (np.abs(sums) >= 2.0**63).any():
-            raise OverflowError("the count of a pair is beyond 64 bits")
+    if wide.kind != "f":
+        near = np.add.reduceat(np.abs(values.astype(np.float64)), starts) >= _NEAR
+        for at in near.nonzero()[0]:
+            stop = starts[at + 1] if at + 1 < len(starts) else len(values)
+            _check_sum(values[starts[at] : stop].tolist())
     return keys[starts], np.add.reduceat(values, starts)
 
 
 def add_checked(sums: Values, where: NDArray[np.bool_], values: Values) -> None:
-    if sums.dtype.kind != "f" and values.size:
-        near = np.abs(sums[where].astype(np.float64)) + np.abs(values.astype(np.float64))
-        if (near >= 2.0**63).any():
-            raise OverflowError("the count of a pair is beyond 64 bits")
+    """Add to some sums. Raises OverflowError where 64 bits do not hold one."""
+    if sums.dtype.kind != "f":
+        both = np.abs(sums[where].astype(np.float64)) + np.abs(values.astype(np.float64))
+        for at in (both >= _NEAR).nonzero()[0]:
+            _check_sum([int(sums[where][at]), int(values[at])])
     sums[where] += values
+
+
+def _check_sum(values: list[int]) -> None:
+    if not -(2**63) <= sum(values) < 2**63:
+        raise OverflowError(f"the count of a pair is {sum(values)}, which 64 bits do not hold")

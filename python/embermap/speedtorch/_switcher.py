@@ -83,7 +83,15 @@ class Base:
 
     # --- making tables ----------------------------------------------------------------------------
 
-    def _open_home(self, device: torch.device, row_bytes: int, rows: int) -> Home:
+    def _open_home(
+        self,
+        device: torch.device,
+        row_bytes: int,
+        rows: int,
+        *,
+        keep: bool = False,
+        resume: bool = False,
+    ) -> Home:
         if self._store is not None:
             return Home(self, self._store, own=False, scratch=False)
         return Home.open(
@@ -93,6 +101,8 @@ class Base:
             device=device,
             row_bytes=row_bytes,
             rows=rows,
+            keep=keep,
+            resume=resume,
         )
 
     def _create(
@@ -110,7 +120,9 @@ class Base:
         device = self._check_device()
         if self._home is None:
             row_bytes = sum(int(np.prod(shape)) * t.itemsize for shape, t, _ in fields.values())
-            self._home = self._open_home(device, row_bytes, rows)
+            if resume and self._directory is None and self._store is None:
+                raise ValueError("resume() needs directory= or store=, where the rows are")
+            self._home = self._open_home(device, row_bytes, rows, resume=resume)
         store = self._home.store
         old = self._tables
         made: list[str] = []

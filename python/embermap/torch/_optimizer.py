@@ -176,7 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         names = tuple(_names(optimizer))
         values = tuple(group[name] for name in names)
         # Of what can be changed in place, only comparing the contents would tell.
-        if all(isinstance(value, float | int | bool | str | None) for value in values):
+        if all(_is_fixed(value) for value in values):
             self._told[number] = (table._live.optimizer_version, names, values)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -284,6 +284,13 @@ def _optimizer_of(group: dict[str, Any], optimizer: Any) -> Any:
     """The hyperparameters of a group, as an optimizer of the kind of a table's."""
     values = {name: _plain(group[name]) for name in _names(optimizer)}
     return dataclasses.replace(optimizer, **values)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether a hyperparameter that is the same object has the same value."""
+    if isinstance(value, tuple):
+        return all(_is_fixed(part) for part in value)
+    return isinstance(value, float | int | bool | str | None)
 
 
 def _plain(value: Any) -> Any:
