@@ -42,21 +42,29 @@
 namespace nb = nanobind;
 using namespace nb::literals;
 
+namespace embermap::python {
+
+// An optimizer is (name, options) to Python, None where there is none; the classes are Python's.
+struct AnyOptimizer {
+  Optimizer value = {};
+};
+
+}  // namespace embermap::python
+
 namespace nanobind::detail {
 
-// An optimizer is (name, options) here, None where there is none; the classes are Python's.
 template <>
-struct type_caster<embermap::Optimizer> {
-  NB_TYPE_CASTER(embermap::Optimizer, const_name("tuple[str, dict[str, typing.Any]] | None"))
+struct type_caster<embermap::python::AnyOptimizer> {
+  NB_TYPE_CASTER(embermap::python::AnyOptimizer, const_name("tuple[str, dict[str, typing.Any]]"))
 
   bool from_python(handle source, std::uint8_t, cleanup_list*) noexcept {
-    value = std::monostate{};
+    value.value = std::monostate{};
     if (source.is_none()) return true;
     try {
       const auto [name, options] = cast<std::pair<std::string, dict>>(source);
       const std::optional<embermap::Optimizer> known = embermap::optimizer_named(name);
       if (!known) return false;
-      value = *known;
+      value.value = *known;
       std::visit(
           [&, &all = options](auto& o) {
             embermap::visit_options(o, [&]<class T>(const char* option, T& target, bool) {
@@ -69,7 +77,7 @@ struct type_caster<embermap::Optimizer> {
                 target = cast<T>(given);
             });
           },
-          value);
+          value.value);
       return true;
     } catch (const std::exception&) {  // not made by embermap.optim
       PyErr_Clear();
@@ -77,8 +85,8 @@ struct type_caster<embermap::Optimizer> {
     }
   }
 
-  static handle from_cpp(const embermap::Optimizer& optimizer, rv_policy, cleanup_list*) noexcept {
-    if (std::holds_alternative<std::monostate>(optimizer)) return none().release();
+  static handle from_cpp(const embermap::python::AnyOptimizer& given_optimizer, rv_policy, cleanup_list*) noexcept {
+    const embermap::Optimizer& optimizer = given_optimizer.value;
     dict options;
     std::visit(
         [&](const auto& o) {
@@ -242,12 +250,12 @@ Store open_store(const std::filesystem::path& path, std::string_view mode, std::
 }
 
 Table create_table(Store& store, std::string_view name, std::uint64_t rows, std::uint64_t dim, std::string_view dtype,
-                   const Optimizer& optimizer, const Initializer& init, std::uint64_t seed, std::uint64_t page_bytes,
+                   const AnyOptimizer& optimizer, const Initializer& init, std::uint64_t seed, std::uint64_t page_bytes,
                    std::uint64_t memory) {
   const TableOptions options{.rows = rows,
                              .dim = dim,
                              .dtype = parse_dtype(dtype),
-                             .optimizer = optimizer,
+                             .optimizer = optimizer.value,
                              .init = init,
                              .seed = seed,
                              .page_bytes = page_bytes,
@@ -256,7 +264,7 @@ Table create_table(Store& store, std::string_view name, std::uint64_t rows, std:
   return store.create(name, options);
 }
 
-Table import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const Optimizer& optimizer,
+Table import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const AnyOptimizer& optimizer,
                   std::uint64_t page_bytes, std::uint64_t memory, bool allow_external, const nb::object& callback) {
   const Location location = parse_location({source.c_str(), source.size()});
   const std::optional<DType> wanted = dtype_of(dtype);
@@ -265,7 +273,7 @@ Table import_file(Store& store, std::string_view name, const nb::bytes& source, 
   const auto reader = open_rows_as(location, wanted, {.dtype = std::nullopt, .allow_external = allow_external});
   TableOptions options;
   options.dtype = wanted.value_or(reader->dtype());
-  options.optimizer = optimizer;
+  options.optimizer = optimizer.value;
   options.page_bytes = page_bytes;
   options.memory = memory;
   return store.import(name, *reader, options, progress);
@@ -477,7 +485,8 @@ void bind_options(nb::module_& m) {
           "mean"_a, "std"_a)
       .def_ro("mean", &Normal::mean)
       .def_ro("std", &Normal::std);
-  m.def("check_optimizer", &check_optimizer, "optimizer"_a.none());
+  m.def(
+      "check_optimizer", [](const AnyOptimizer& optimizer) { check_optimizer(optimizer.value); }, "optimizer"_a.none());
 }
 
 void bind_table(nb::module_& m) {
@@ -502,8 +511,17 @@ void bind_table(nb::module_& m) {
       .def_prop_ro("writable", &Table::writable)
       .def_prop_ro("adopted", &Table::adopted, Release())
       .def_prop_ro("written_pages", &Table::written_pages, Release())
-      .def("optimizer", &Table::optimizer, Release())
-      .def("set_optimizer", &Table::set_optimizer, "optimizer"_a.none(), Release())
+      .def(
+          "optimizer",
+          [](const Table& t) -> std::optional<AnyOptimizer> {
+            AnyOptimizer optimizer{t.optimizer()};
+            if (std::holds_alternative<std::monostate>(optimizer.value)) return std::nullopt;
+            return optimizer;
+          },
+          Release())
+      .def(
+          "set_optimizer", [](Table& t, const AnyOptimizer& optimizer) { t.set_optimizer(optimizer.value); },
+          "optimizer"_a.none(), Release())
       .def("initializer", &Table::initializer, Release())
       .def("fields",
            [](const Table& t) {
