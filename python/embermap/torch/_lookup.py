@@ -42,7 +42,12 @@ class Pending:
     They live as long as the anchor's gradient is there. In the middle of a backward pass it is not
     yet: the gradients of several look-ups arrive before the anchor's. So they count from when their
     pass has reached the anchor; those of a pass that failed before never do.
+
+    `mark` is another parameter whose gradient has to be there, if it is set and alive: for an
+    optimizer that does not know of the anchor.
     """
+
+    mark: weakref.ref[Tensor] | None = None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # backward passes may run in several threads at once
@@ -52,7 +57,7 @@ class Pending:
     def append(self, anchor: Tensor, ids: Tensor, grads: Tensor) -> None:
         """From within a backward pass."""
         with self._lock:
-            if anchor.grad is None:
+            if self._dropped(anchor):
                 self._batches.clear()
             self._arriving.append(_Batch(ids, grads, torch._C._current_graph_task_id()))
 
@@ -62,10 +67,13 @@ class Pending:
         with self._lock:
             self._batches += [batch for batch in self._arriving if batch.backward == backward]
             self._arriving = [batch for batch in self._arriving if batch.backward != backward]
+            mark = self.mark() if self.mark is not None else None
+            if mark is not None and mark.grad is None:
+                mark.grad = torch.zeros_like(mark)
 
     def gradients(self, anchor: Tensor) -> tuple[Tensor, Tensor] | None:
         """Ids (n,) and gradients (n, dim) that count: no backward pass is under way."""
-        if anchor.grad is None:
+        if self._dropped(anchor):
             self.drop()
         with self._lock:
             self._arriving.clear()
@@ -73,6 +81,11 @@ class Pending:
         if not batches:
             return None
         return joined([(batch.ids, batch.grads) for batch in batches])
+
+    def _dropped(self, anchor: Tensor) -> bool:
+        """Whether somebody has set a gradient to None."""
+        mark = self.mark() if self.mark is not None else None
+        return anchor.grad is None or (mark is not None and mark.grad is None)
 
     def drop(self) -> None:
         with self._lock:
