@@ -329,6 +329,30 @@ def test_it_is_a_module_with_an_optimizer(opened, device):
             copying(swap)
 
 
+def test_loops_that_know_the_optimizer_alone(opened, device):
+    """zero_grad() of the optimizer drops gradients; without it they add up."""
+    table = filled(opened)
+    start = whole(table)
+    swap = em.torch.Swap(table, OPTIMIZERS["Adam"])
+    theirs = torch.nn.Embedding(ROWS, DIM, device=device)
+    theirs.weight.data.copy_(start)
+    other = OPTIMIZERS["Adam"](theirs.parameters())
+    every = torch.arange(ROWS, device=device)
+    for module, optimizer in ((swap, swap.optimizer), (theirs, other)):
+        for number in range(6):
+            if number % 3 != 2:
+                optimizer.zero_grad()
+            module(every).square().sum().backward()
+            (module(every).sum() * number).backward()
+            optimizer.step()
+            if number == 4:
+                optimizer.step()  # the same gradients once more
+        optimizer.zero_grad()
+        optimizer.step()
+    torch.testing.assert_close(whole(table), theirs.weight.data.cpu())
+    assert swap.state_tables["step"][0].tolist() == [7]
+
+
 def test_sparse_adam(opened, device):
     table = filled(opened)
     start = whole(table)
@@ -460,13 +484,19 @@ def test_a_step_that_fails_changes_nothing_and_can_be_made_again(opened, device,
     every = torch.arange(ROWS, device=device)
     (swap(every) * gradients(2)[1].to(device)).sum().backward()
 
-    def failing(*_):
+    def failing(*_, **__):
         raise RuntimeError("out of luck")
 
     handle = swap.optimizer.register_step_pre_hook(failing)
     with pytest.raises(RuntimeError, match="luck"):
         swap.step()
     handle.remove()
+    assert whole(table).equal(after)
+    real = em.Table.gather
+    monkeypatch.setattr(em.Table, "gather", failing)
+    with pytest.raises(RuntimeError, match="luck"):
+        swap.step()
+    monkeypatch.setattr(em.Table, "gather", real)
     assert whole(table).equal(after)
     swap.step()
     assert whole(table).equal(by_hand(start, OPTIMIZERS["Adam"], gradients(2), device)[0])
@@ -496,6 +526,7 @@ def test_rows_that_could_not_go_back_go_back_later(opened, device, monkeypatch):
     state["left"] = 100
     swap.step()  # makes that step whole
     assert whole(table).equal(by_hand(start, OPTIMIZERS["Adam"], gradients(2), device)[0])
+    assert swap.module.weight.grad is not None  # gradients stay, as after any step
     train(swap, gradients(3)[2:], device)
     assert whole(table).equal(by_hand(start, OPTIMIZERS["Adam"], gradients(3), device)[0])
 

@@ -44,7 +44,12 @@ class Pending:
     They live as long as the anchor's gradient is there. In the middle of a backward pass it is not
     yet: the gradients of several look-ups arrive before the anchor's. So they count from when their
     pass has reached the anchor; those of a pass that failed before never do.
+
+    `mark` is another parameter whose gradient has to be there, if it is set and alive: for an
+    optimizer that does not know of the anchor.
     """
+
+    mark: weakref.ref[Tensor] | None = None
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # backward passes may run in several threads at once
@@ -54,7 +59,7 @@ class Pending:
     def append(self, anchor: Tensor, ids: Tensor, grads: Tensor, fetched: Any = None) -> None:
         """From within a backward pass."""
         with self._lock:
-            if anchor.grad is None:
+            if self._dropped(anchor):
                 self._batches.clear()
             self._arriving.append(_Batch(ids, grads, torch._C._current_graph_task_id(), fetched))
 
@@ -64,10 +69,13 @@ class Pending:
         with self._lock:
             self._batches += [batch for batch in self._arriving if batch.backward == backward]
             self._arriving = [batch for batch in self._arriving if batch.backward != backward]
+            mark = self.mark() if self.mark is not None else None
+            if mark is not None and mark.grad is None:
+                mark.grad = torch.zeros_like(mark)
 
     def gradients(self, anchor: Tensor) -> tuple[Tensor, Tensor] | None:
         """Ids (n,) and gradients (n, dim) that count: no backward pass is under way."""
-        if anchor.grad is None:
+        if self._dropped(anchor):
             self.drop()
         with self._lock:
             self._arriving.clear()
@@ -76,6 +84,7 @@ class Pending:
             return None
         return joined([(batch.ids, batch.grads) for batch in batches])
 
+<<<<<<< HEAD
     def fetched(self) -> tuple[int, Any]:
         """How many look-ups the gradients are of, and what a single one has for the update.
 
@@ -86,6 +95,12 @@ class Pending:
                 return len(self._batches), None
             fetched, self._batches[0].fetched = self._batches[0].fetched, None
             return 1, fetched
+=======
+    def _dropped(self, anchor: Tensor) -> bool:
+        """Whether somebody has set a gradient to None."""
+        mark = self.mark() if self.mark is not None else None
+        return anchor.grad is None or (mark is not None and mark.grad is None)
+>>>>>>> 6a572a1d7e75499629569a2aff8767703e7a6f2b
 
     def drop(self) -> None:
         with self._lock:

@@ -74,9 +74,10 @@ class Swap(nn.Module):
     `nn.Parameter`. Optimizers that combine rows (Adafactor, Muon) see those of the batch alone.
     LBFGS is refused, whose state and closures are of all rows at once.
 
-    `optimizer` is the optimizer, for schedulers, hooks and hyperparameters; `optimizer.step()` does
-    what `step()` does. Between steps it holds neither rows nor their state; its `state_dict()` is
-    small and keeps hyperparameters and counts.
+    `optimizer` is the optimizer, for schedulers, hooks and hyperparameters; its `step()` and
+    `zero_grad()` do what those here do (with set_to_none=False it leaves gradients). Between steps
+    it holds neither rows nor their state; its `state_dict()` is small and keeps hyperparameters and
+    counts.
 
     Args:
         table: the table, or an `Embedding` or `EmbeddingBag` over it. Its own optimizer, if it has
@@ -102,6 +103,8 @@ class Swap(nn.Module):
         self._optimizer = _made(optimizer_factory, weight)
         # Not a parameter of this module: other optimizers must not step it.
         self._small = [weight]
+        # So that the optimizer's own zero_grad() drops gradients as well.
+        module._pending.mark = weakref.ref(weight)
         self._states: dict[str, list[State]] = {}  # by type of device
         self._batch: Tensor | None = None  # the ids whose rows are with the optimizer
         self._left: list[tuple[Table, Tensor, Tensor]] = []  # what has not gone back yet
@@ -195,6 +198,7 @@ class Swap(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait. Both values of `set_to_none` do the same."""
         self.module.zero_grad()
+        self._small[0].grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Swap:
         raise TypeError(
@@ -292,13 +296,13 @@ class Swap(nn.Module):
     def _bring(self) -> None:
         """Before the optimizer's step: rows, gradients and state of the batch."""
         weight = self._small[0]
-        weight.grad = None
+        found = self.module._gradients()
         self._batch = None
         if self._left:  # the step has been made; what it has changed is to go back first
             self._give_back()
-            return
-        found = self.module._gradients()
+            found = None
         if found is None or found[0].numel() == 0:
+            weight.grad = None  # the optimizer steps nothing
             return
         ids, inverse = torch.unique(found[0], return_inverse=True)
         device = ids.device.type
@@ -322,9 +326,7 @@ class Swap(nn.Module):
             elif state.name in kept and isinstance(kept[state.name], Tensor):
                 place = ids.device if state.beside else torch.device("cpu")
                 brought[state.name] = kept[state.name].to(place)
-        if weight.device != rows.device:
-            # Optimizers look at the device when they choose how to step; so does `fused`.
-            weight.data = weight.data.to(rows.device)
+        weight.grad = None
         weight.data = rows
         if isinstance(self._optimizer, torch.optim.SparseAdam):
             places = torch.arange(count, device=ids.device).unsqueeze(0)
@@ -338,10 +340,10 @@ class Swap(nn.Module):
     def _take(self) -> None:
         """After the optimizer's step: rows and state go back to their tables."""
         ids, self._batch = self._batch, None
-        if ids is None:
-            return
         weight = self._small[0]
-        weight.grad = None
+        if ids is None:
+            self._rest()
+            return
         kept = self._optimizer.state[weight]
         expected = {state.name: state for state in self._expected(ids.device.type)}
         for name in kept:
@@ -363,10 +365,17 @@ class Swap(nn.Module):
             else:
                 value = torch.tensor([[kept[name]]], dtype=state.dtype)
                 left.append((table, one, value))
-        weight.data = weight.data[:0].clone()
+        self._rest()
         self._begun = True
         self._left = left
         self._give_back()
+
+    def _rest(self) -> None:
+        """Leave the optimizer a parameter of no rows, whose gradient is there: they wait on."""
+        weight = self._small[0]
+        weight.grad = None
+        weight.data = weight.data[:0].clone()
+        weight.grad = torch.zeros_like(weight)
 
     def _give_back(self) -> None:
         while self._left:
