@@ -127,6 +127,22 @@ def test_a_gadget_in_place_changes_its_file(gadget_of, shape):
     assert (gadget.getNumpyVersion() == array).all()
 
 
+def test_what_is_known_of_a_file_in_place_can_be_kept(tmp_path):
+    for name in ("x", "y"):
+        np.save(tmp_path / f"{name}.npy", numbers((6, 3)))
+    for number in range(2):
+        with SpeedTorch.DataGadgetMM(
+            tmp_path / "x.npy", directory=tmp_path / "s", device="cpu"
+        ) as gadget:
+            gadget.gadgetInit()
+            gadget.insertData(torch.full((3,), 7.0), number)
+    assert (np.load(tmp_path / "x.npy")[:2] == 7).all()
+    with pytest.raises(ValueError, match=r"x.npy', not of .*y.npy"):
+        SpeedTorch.DataGadgetMM(tmp_path / "y.npy", directory=tmp_path / "s").gadgetInit()
+    with em.open(tmp_path / "s"):  # not left open by the error
+        pass
+
+
 def test_a_gadget_in_place_gives_positives_then_negatives(gadget_of):
     array = numbers((9, 3))
     gadget = gadget_of("DataGadgetMM", array)

@@ -166,10 +166,16 @@ class DataGadgetMM(Base):
     def _adopt(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         home = self._open_home(device, shape[1] * dtype.itemsize, shape[0], keep=True)
         try:
+            file = Path(self.fileName).absolute()
             if self._name in home.store:
                 table = home.store[self._name]
+                if table.path.resolve() != file.resolve():
+                    raise ValueError(
+                        f"table {self._name!r} of {str(home.store.path)!r} is that of "
+                        f"{str(table.path)!r}, not of {str(file)!r}"
+                    )
             else:
-                table = home.store.adopt(self._name, Path(self.fileName).absolute())
+                table = home.store.adopt(self._name, file)
         except BaseException:
             home.close()
             raise
