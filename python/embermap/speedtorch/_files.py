@@ -41,6 +41,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)  # as open() would have made it
         Path(name).replace(path)
+        folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # the name as well is there after a loss of power
+        finally:
+            os.close(folder)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()
