@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+from pathlib import Path
 
 import embermap as em
 import numpy as np
@@ -353,6 +354,38 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(model, tmp_path, monke
             switcher.saveCupy(tmp_path / "rows.npy")
     assert [p.name for p in tmp_path.iterdir()] == ["rows.npy"]
     assert (tmp_path / "rows.npy").read_text() == "old"
+
+
+def test_a_file_that_rows_are_in_is_not_written_over(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    optimizer = torch.optim.Adagrad([model.u.weight])
+    with (
+        SpeedTorch.ModelFactoryMM(model.u, V, D, "x") as rows,
+        SpeedTorch.CPUPytorchModelFactory(model.u, V, D, directory="d") as tensors,
+        SpeedTorch.OptimizerFactory(optimizer, V, D, model, "u", directory="s") as state,
+    ):
+        rows.zerosInit()
+        tensors.zerosInit()
+        state.optInit()
+        for save, name in (
+            (rows.saveCupy, "x0.memmap/weight.npy"),
+            (rows.saveCupy, "x0.memmap.cpy"),  # the link to it
+            (tensors.saveTorch, "d/weight.npy"),
+            (state.saveCupy, "s/sum.npz"),
+        ):
+            with pytest.raises(ValueError, match="own directory"):
+                save(name)
+    for shape in ((4, 3), (4, 3, 2)):
+        np.save("a.npy", numbers(shape))
+        with SpeedTorch.DataGadgetMM("a.npy", device="cpu") as gadget:
+            gadget.gadgetInit()
+            with pytest.raises(ValueError, match="is the file of"):
+                gadget.saveCupy("a")
+            gadget.saveCupy("b")
+            assert (np.load("b.npy") == numbers(shape)).all()
+            target = io.BytesIO()
+            gadget.saveCupy(target)
+            assert target.getvalue() == Path("b.npy").read_bytes()
 
 
 @pytest.mark.parametrize("family", ["numpy", "torch"])
