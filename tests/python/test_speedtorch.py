@@ -449,8 +449,9 @@ def loss_of(rows, targets):
 class Trainer:
     """A model of two variables trained through switchers, each with state of its own."""
 
-    def __init__(self, make, *, dtype=torch.float32, sparse=False, **options):
-        self.model = Model(rows=3, sparse=sparse, dtype=dtype)
+    def __init__(self, make, *, dtype=torch.float32, sparse=False, device="cpu", **options):
+        self.device = device
+        self.model = Model(rows=3, sparse=sparse, dtype=dtype).to(device)
         parameters = (p for n, p in self.model.named_parameters() if "embeddings" in n)
         self.optimizer = make(parameters)
         self.modules = {"u": self.model.u_embeddings, "v": self.model.v_embeddings}
@@ -476,8 +477,8 @@ class Trainer:
         self.optimizer.zero_grad()
         loss = 0
         for key, module in self.modules.items():
-            places = torch.arange(ids[key].size)
-            loss = loss + loss_of(module(places), targets[key])
+            places = torch.arange(ids[key].size, device=self.device)
+            loss = loss + loss_of(module(places), targets[key].to(self.device))
         loss.backward()
         self.optimizer.step()
         for key in ids:
@@ -543,6 +544,23 @@ def test_training_equals_torch_where_every_row_is_in_every_batch(name, dtype):
         trainer.step(ids, targets)
         whole.step(ids, targets)
     whole.compare(trainer, 1e-4 if dtype == torch.float32 else 1e-11)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_on_a_gpu_equals_torch(name):
+    rng = np.random.default_rng(6)
+    sparse = name in SPARSE
+    first = {k: torch.from_numpy(rng.normal(size=(V, D))) for k in "uv"}
+    trainer = Trainer(OPTIMIZERS[name], dtype=torch.float64, sparse=sparse, device="cuda")
+    trainer.start(first)
+    assert trainer.rows["u"].store.device is not None
+    whole = Whole(OPTIMIZERS[name], first, sparse=sparse)
+    for ids, targets in batches(12, rng, every_row=True, dtype=torch.float64):
+        trainer.step(ids, targets)
+        whole.step(ids, targets)
+    assert trainer.model.u_embeddings.weight.device.type == "cuda"
+    whole.compare(trainer, 1e-9)
 
 
 class Rows:

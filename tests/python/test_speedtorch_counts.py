@@ -391,6 +391,9 @@ while True:
     rest = child.stdout.read().split("\n")
     child.wait()
     child.stdout.close()
+    # What a run that was being written would have left.
+    for name in ("run-000999.keys.npy", ".run-000999.counts.npy.x1", ".counts.json.x2"):
+        (tmp_path / "counts" / name).write_bytes(b"torn")
     last = int(next(line for line in [*reversed(rest), *reversed(sums)] if line.strip().isdigit()))
     with SpeedTorch.COM(1_000_000, directory=tmp_path / "counts") as counts:
         counts.resume()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+from pathlib import Path
 
 import embermap as em
 import numpy as np
@@ -125,6 +126,22 @@ def test_a_gadget_in_place_changes_its_file(gadget_of, shape):
     assert os.path.getsize(gadget.fileName) == size  # noqa: PTH202
     gadget.gadgetInit()  # once more
     assert (gadget.getNumpyVersion() == array).all()
+
+
+def test_what_is_known_of_a_file_in_place_can_be_kept(tmp_path):
+    for name in ("x", "y"):
+        np.save(tmp_path / f"{name}.npy", numbers((6, 3)))
+    for number in range(2):
+        with SpeedTorch.DataGadgetMM(
+            tmp_path / "x.npy", directory=tmp_path / "s", device="cpu"
+        ) as gadget:
+            gadget.gadgetInit()
+            gadget.insertData(torch.full((3,), 7.0), number)
+    assert (np.load(tmp_path / "x.npy")[:2] == 7).all()
+    with pytest.raises(ValueError, match=r"x.npy', not of .*y.npy"):
+        SpeedTorch.DataGadgetMM(tmp_path / "y.npy", directory=tmp_path / "s").gadgetInit()
+    with em.open(tmp_path / "s"):  # not left open by the error
+        pass
 
 
 def test_a_gadget_in_place_gives_positives_then_negatives(gadget_of):
@@ -337,6 +354,38 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(model, tmp_path, monke
             switcher.saveCupy(tmp_path / "rows.npy")
     assert [p.name for p in tmp_path.iterdir()] == ["rows.npy"]
     assert (tmp_path / "rows.npy").read_text() == "old"
+
+
+def test_a_file_that_rows_are_in_is_not_written_over(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    optimizer = torch.optim.Adagrad([model.u.weight])
+    with (
+        SpeedTorch.ModelFactoryMM(model.u, V, D, "x") as rows,
+        SpeedTorch.CPUPytorchModelFactory(model.u, V, D, directory="d") as tensors,
+        SpeedTorch.OptimizerFactory(optimizer, V, D, model, "u", directory="s") as state,
+    ):
+        rows.zerosInit()
+        tensors.zerosInit()
+        state.optInit()
+        for save, name in (
+            (rows.saveCupy, "x0.memmap/weight.npy"),
+            (rows.saveCupy, "x0.memmap.cpy"),  # the link to it
+            (tensors.saveTorch, "d/weight.npy"),
+            (state.saveCupy, "s/sum.npz"),
+        ):
+            with pytest.raises(ValueError, match="own directory"):
+                save(name)
+    for shape in ((4, 3), (4, 3, 2)):
+        np.save("a.npy", numbers(shape))
+        with SpeedTorch.DataGadgetMM("a.npy", device="cpu") as gadget:
+            gadget.gadgetInit()
+            with pytest.raises(ValueError, match="is the file of"):
+                gadget.saveCupy("a")
+            gadget.saveCupy("b")
+            assert (np.load("b.npy") == numbers(shape)).all()
+            target = io.BytesIO()
+            gadget.saveCupy(target)
+            assert target.getvalue() == Path("b.npy").read_bytes()
 
 
 @pytest.mark.parametrize("family", ["numpy", "torch"])

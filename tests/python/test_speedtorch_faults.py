@@ -5,7 +5,6 @@ Each says first what happened there.
 
 from __future__ import annotations
 
-import compileall
 import math
 import os
 import subprocess
@@ -518,8 +517,10 @@ def test_inserting_131072_rows_of_float64_into_a_million(tmp_path):
 
 
 def test_trees_that_did_not_even_import(tmp_path):
+    """Every module compiles, and the import warns of nothing."""
     package = Path(SpeedTorch.__file__).parent
-    assert compileall.compile_dir(package, quiet=2, force=True, legacy=False)
+    for file in package.glob("*.py"):
+        compile(file.read_text(), file, "exec")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", "import embermap.speedtorch"],
         capture_output=True,

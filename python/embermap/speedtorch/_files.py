@@ -41,6 +41,11 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
         os.umask(umask)
         Path(name).chmod(0o666 & ~umask)  # as open() would have made it
         Path(name).replace(path)
+        folder = os.open(path.absolute().parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)  # the name as well is there after a loss of power
+        finally:
+            os.close(folder)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             Path(name).unlink()
@@ -67,12 +72,20 @@ def _write_variable(file: IO[bytes], variable: Variable) -> None:
         file.write(np.ascontiguousarray(block).data)
 
 
+def check_outside(path: Path, variables: Iterable[Variable]) -> None:
+    """Refuse to put a file in the place of one that rows are in (ValueError)."""
+    for variable in variables:
+        variable.table._store._check_outside(path)
+
+
 def save_npy(file: Any, variable: Variable) -> None:
     """Write a .npy as numpy.save does, to a name or to a file that is open for writing."""
     if hasattr(file, "write"):
         _write_variable(file, variable)
         return
-    with replacing(with_suffix(file, ".npy")) as target:
+    path = with_suffix(file, ".npy")
+    check_outside(path, [variable])
+    with replacing(path) as target:
         _write_variable(target, variable)
 
 
@@ -93,8 +106,21 @@ def save_npz(file: Any, arrays: Mapping[str, Writable]) -> None:
     if hasattr(file, "write"):
         _write_archive(file, arrays)
         return
-    with replacing(with_suffix(file, ".npz")) as target:
+    path = with_suffix(file, ".npz")
+    check_outside(path, [array for array in arrays.values() if isinstance(array, Variable)])
+    with replacing(path) as target:
         _write_archive(target, arrays)
+
+
+def save_array(file: Any, array: Blocks) -> None:
+    """save_npy of something that is no table."""
+    with contextlib.ExitStack() as stack:
+        target = file
+        if not hasattr(file, "write"):
+            target = stack.enter_context(replacing(with_suffix(file, ".npy")))
+        target.write(header(array.shape, array.dtype))
+        for block in array.make():
+            target.write(np.ascontiguousarray(block, array.dtype).data)
 
 
 def _write_archive(file: IO[bytes], arrays: Mapping[str, Writable]) -> None:
@@ -189,6 +215,7 @@ def save_torch(file: Any, variables: Mapping[str, Variable], small: Mapping[str,
         if hasattr(file, "write"):
             target, folder = file, Path(tempfile.gettempdir())
         else:
+            check_outside(Path(file), variables.values())
             target = stack.enter_context(replacing(Path(file)))
             folder = Path(file).absolute().parent
         tensors = {

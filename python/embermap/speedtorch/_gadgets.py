@@ -16,7 +16,7 @@ from .. import init as initializers
 from .._store import Store
 from . import _files
 from ._home import PathLike
-from ._rows import Variable, as_tensor, flat_ids, host_part, to_numpy, torch_dtype
+from ._rows import BLOCK_BYTES, Variable, as_tensor, flat_ids, host_part, to_numpy, torch_dtype
 from ._switcher import Base, Tables
 
 _TABLE = "data"
@@ -166,10 +166,16 @@ class DataGadgetMM(Base):
     def _adopt(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         home = self._open_home(device, shape[1] * dtype.itemsize, shape[0], keep=True)
         try:
+            file = Path(self.fileName).absolute()
             if self._name in home.store:
                 table = home.store[self._name]
+                if table.path.resolve() != file.resolve():
+                    raise ValueError(
+                        f"table {self._name!r} of {str(home.store.path)!r} is that of "
+                        f"{str(table.path)!r}, not of {str(file)!r}"
+                    )
             else:
-                table = home.store.adopt(self._name, Path(self.fileName).absolute())
+                table = home.store.adopt(self._name, file)
         except BaseException:
             home.close()
             raise
@@ -198,7 +204,14 @@ class DataGadgetMM(Base):
 
     def saveCupy(self, saveFileName: Any) -> None:
         """Write the array to another .npy file, as numpy.save does, in blocks."""
-        _files.save_npy(saveFileName, self._variable())
+        if self._mapped is None:
+            _files.save_npy(saveFileName, self._variable())
+            return
+        if not hasattr(saveFileName, "write"):
+            path = _files.with_suffix(saveFileName, ".npy")
+            if path.resolve() == Path(self.fileName).resolve():
+                raise ValueError(f"{str(path)!r} is the file of this gadget")
+        _files.save_array(saveFileName, self._mapped.blocks_of())
 
     def getNumpyVersion(self) -> NDArray[Any]:
         """The array as a NumPy array in memory."""
@@ -257,15 +270,16 @@ class MappedArray:
         """All of it as a NumPy array in memory."""
         return np.array(self._array)
 
-    def blocks(self) -> Any:
-        """(first row, rows) from end to end."""
-        for start in range(0, len(self._array), 4096):
-            yield (
-                start,
-                np.ascontiguousarray(
-                    self._array[start : start + 4096], self._array.dtype.newbyteorder("=")
-                ),
-            )
+    def blocks_of(self) -> _files.Blocks:
+        """What a file of it holds."""
+        native = self._array.dtype.newbyteorder("=")
+        step = max(1, BLOCK_BYTES * len(self._array) // max(1, self._array.nbytes))
+        starts = range(0, len(self._array), step)
+        return _files.Blocks(
+            self.shape,
+            native,
+            lambda: (np.ascontiguousarray(self._array[s : s + step], native) for s in starts),
+        )
 
     def flush(self) -> None:
         self._array.flush()

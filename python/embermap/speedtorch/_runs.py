@@ -97,8 +97,9 @@ class Runs:
         for file in self.path.glob("run-*.npy"):
             if file.name.partition(".")[0] not in named:
                 file.unlink()
-        for file in self.path.glob(".*.npy.*"):
-            file.unlink()
+        for pattern in (".run-*.npy.*", f".{_MANIFEST}.*"):
+            for file in self.path.glob(pattern):
+                file.unlink()
 
     def close(self) -> None:
         """Write what is counted, or remove the files of temporary counts."""
