@@ -19,6 +19,9 @@ namespace {
 
 constexpr std::uint64_t kFixedPiece = 1ULL << 30;    // the kernel's limit for one buffer
 constexpr std::uint64_t kBounceMemory = 1ULL << 20;  // of one ring
+// The thread sleeps until this share of the requests in flight has ended: the others keep the disk busy meanwhile, and waking for
+// each one would cost a call to the kernel and a change of threads for each page.
+constexpr std::size_t kWaitShare = 8;
 
 [[noreturn]] void throw_refused(const char* call) { throw std::system_error(errno, std::generic_category(), call); }
 
@@ -161,7 +164,8 @@ struct Uring::Loop {
   }
 
   void submit(bool wait) {
-    const int result = wait ? io_uring_submit_and_wait(&uring.ring_, 1) : io_uring_submit(&uring.ring_);
+    const auto ended = static_cast<unsigned>(std::max<std::size_t>(flying / kWaitShare, 1));
+    const int result = wait ? io_uring_submit_and_wait(&uring.ring_, ended) : io_uring_submit(&uring.ring_);
     if (result >= 0 || result == -EINTR) return;
     if (result == -EAGAIN || result == -EBUSY) {  // the kernel is short of memory, or wants completions to be taken first
       std::this_thread::sleep_for(std::chrono::microseconds(50));

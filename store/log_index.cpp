@@ -51,18 +51,20 @@ std::optional<LoggedPage> LogIndex::find(std::uint32_t table, std::uint64_t page
   return slot.newest == kFree ? std::nullopt : std::optional(page_of(slot));
 }
 
-void LogIndex::put(std::uint32_t table, std::uint64_t page, const LoggedVersion& version, std::uint64_t epoch) {
+bool LogIndex::put(std::uint32_t table, std::uint64_t page, const LoggedVersion& version, std::uint64_t epoch) {
   if (slots_.size() < slots_for(size_ + 1)) grow();
   Slot& slot = slots_[place_of(table, page)];
+  const bool first = slot.newest == kFree || (slot.newest & ~kInPlace) < epoch;
   if (slot.newest == kFree) {
     slot = {.page = page, .table = table};
     ++size_;
-  } else if ((slot.newest & ~kInPlace) < epoch) {
+  } else if (first) {
     slot.before = slot.newest;
     slot.before_checksum = slot.newest_checksum;
   }
   slot.newest = pack(version);
   slot.newest_checksum = version.checksum;
+  return first;
 }
 
 void LogIndex::grow() {
@@ -115,6 +117,12 @@ void LogIndex::forget_from(std::uint64_t position, std::optional<std::uint32_t> 
 
 void LogIndex::forget_table(std::uint32_t table) {
   sweep([&](const Slot& slot) { return slot.table != table; });
+}
+
+std::uint64_t LogIndex::count_from(std::uint64_t position) const noexcept {
+  return static_cast<std::uint64_t>(std::count_if(slots_.begin(), slots_.end(), [&](const Slot& slot) {
+    return slot.newest != kFree && (slot.newest & ~kInPlace) >= position;
+  }));
 }
 
 void LogIndex::clear() noexcept {

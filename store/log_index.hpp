@@ -33,13 +33,14 @@ class LogIndex {
   std::uint64_t memory_bytes() const noexcept { return slots_.capacity() * sizeof(Slot); }
   std::optional<LoggedPage> find(std::uint32_t table, std::uint64_t page) const noexcept;
   // `version` is the newest one from now on. What was the newest is kept as the one before if it lies before position `epoch`,
-  // where the records begin that no commit has yet.
-  void put(std::uint32_t table, std::uint64_t page, const LoggedVersion& version, std::uint64_t epoch);
+  // where the records begin that no commit has yet. Returns whether this is the page's first version from there on.
+  bool put(std::uint32_t table, std::uint64_t page, const LoggedVersion& version, std::uint64_t epoch);
   // Versions before `position` are in the tables' files now.
   void forget_before(std::uint64_t position);
   // Versions from `position` on never were (of `table`; nullopt: of all).
   void forget_from(std::uint64_t position, std::optional<std::uint32_t> table = {});
   void forget_table(std::uint32_t table);
+  std::uint64_t count_from(std::uint64_t position) const noexcept;  // pages whose newest version lies there or behind
   void clear() noexcept;
   void for_each(const std::function<void(const LoggedPage&)>& body) const;
 

@@ -389,6 +389,7 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
     if (!store) top.fail(fmt::format("has a 'store_id' that is not 32 hexadecimal digits: {}", shown(top.at("store_id"))));
     manifest.store_id = *store;
   }
+  if (top.has("log")) manifest.log = top.boolean("log");
   // Version 1 had neither revisions nor numbers of tables.
   if (version > 1) {
     manifest.revision = top.integer("revision");
@@ -425,6 +426,7 @@ std::string Manifest::text() const {
   if (!note.empty()) json["note"] = Json::parse(note);
   if (store_id.known()) json["store_id"] = store_id.text();
   json["revision"] = revision;
+  if (log) json["log"] = true;
   json["next_id"] = next_id;
   json["tables"] = Json::object();
   auto& listed = json["tables"].get_ref<Json::object_t&>();

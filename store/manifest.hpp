@@ -51,6 +51,8 @@ struct Manifest {
   std::string time;  // of the commit, "2031-05-06T07:08:09.123Z"; empty: not known
   std::string note;  // of the commit, as note_text() gives it; empty: none
   std::map<std::string, TableEntry, std::less<>> tables;
+  // The redo log has had commits since the store was last closed: where its file is not there, it was taken away.
+  bool log = false;
   // Names of files in the store of tables that are being created or removed: what a crash leaves of them belongs to nobody.
   std::set<std::string, std::less<>> unfinished;
 

@@ -39,6 +39,7 @@ PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema
       ledger_{std::move(ledger)},
       schema_{schema},
       geometry_{geometry},
+      pages_{geometry.pages()},
       init_{init},
       seed_{seed},
       compute_{compute},
@@ -225,7 +226,11 @@ void PageFile::read_stored(std::span<PageBuffer> pages, const std::function<void
 
 CorruptError PageFile::damaged(std::uint64_t page, std::string_view how) const {
   return CorruptError(fmt::format("{}: {} {}{}", printable(data_.path()), describe(page), how,
-                                  alone_ ? "" : "; if a writer has changed the store since it was opened, open it again"));
+                                  alone_ ? "" : "; if a writer has changed the store since it was opened, open it again") +
+                      (ledger_.adopted()
+                           ? "; if another program changed the file on purpose, accept() of the table, or 'embermap "
+                             "verify --accept', takes it as it is"
+                           : ""));
 }
 
 void PageFile::write(std::span<PageBuffer> pages) {

@@ -116,6 +116,7 @@ class PageFile final : public LogTarget {
 
   // LogTarget
   std::uint64_t page_bytes() const override { return geometry_.page_bytes(); }
+  std::uint64_t pages() const override { return pages_.load(std::memory_order_relaxed); }
   void apply(std::span<const LogTarget::Page> pages) override;
   void apply_header(std::span<const std::byte> header) override;
   void apply_in_place(std::uint64_t page, std::uint32_t checksum) override;
@@ -123,7 +124,10 @@ class PageFile final : public LogTarget {
   void sync_data() override;
 
   // Only while no other call runs.
-  void set_geometry(const Geometry& geometry) { geometry_ = geometry; }
+  void set_geometry(const Geometry& geometry) {
+    geometry_ = geometry;
+    pages_ = geometry.pages();
+  }
   void close();
 
  private:
@@ -158,6 +162,7 @@ class PageFile final : public LogTarget {
   PageLedger ledger_;
   const Schema& schema_;
   Geometry geometry_;
+  std::atomic<std::uint64_t> pages_;  // of geometry_
   Initializer init_;
   std::uint64_t seed_;
   ThreadPool& compute_;

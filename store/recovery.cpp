@@ -82,6 +82,18 @@ CorruptError Store::Impl::unclean_end(const std::filesystem::path& store, std::u
                   printable(store), commit, why));
 }
 
+bool Store::Impl::log_is_gone(const std::filesystem::path& store, const Manifest& manifest) {
+  return manifest.log && !is_there(store / kLogName);
+}
+
+CorruptError Store::Impl::log_gone(const std::filesystem::path& store, std::uint64_t commit) {
+  return CorruptError(
+      fmt::format("{}: the redo log is gone, which had commits that the tables' files may not have: the store would be at commit "
+                  "{}, and its tables may mix rows of several. Bring the file back; accept_unclean, or 'embermap recover', takes "
+                  "the tables as they are",
+                  printable(store / kLogName), commit));
+}
+
 void Store::Impl::check_unchanged(const StoreCore& core, const std::string& name, const TableEntry& entry, const File& data,
                                   const PageLedger& ledger) {
   const auto then = ledger.stamp();
@@ -114,7 +126,13 @@ void Store::Impl::look(bool accept_unclean) {
     if (core_->unclean && !accept_unclean)
       throw unclean_end(core_->path, manifest.commit,
                         "a writer without a redo log is at work, or its session ended without commit");
-    const bool whole = !view || manifest.commit <= view->commit();
+    bool whole = !view || manifest.commit <= view->commit();
+    if (!view && manifest.log) {
+      if (!log_is_gone(core_->path, manifest))
+        whole = false;  // a writer has made it meanwhile
+      else if (!accept_unclean)
+        throw log_gone(core_->path, manifest.commit);
+    }
     if (whole) {
       const auto still = stand_still();
       std::erase_if(tables_, [&](const auto& item) {
@@ -160,13 +178,18 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
     }
   }
   plan.commit = manifest.commit;
-  plan.unclean = !plan.writer && UncommittedMark::present(store, manifest.commit);
+  plan.unclean = !plan.writer && (UncommittedMark::present(store, manifest.commit) || (!view && manifest.log));
   return plan;
 }
 
 Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Manifest manifest) {
   const std::filesystem::path path = core.path / kLogName;
   if (core.durability == Durability::kNone && !is_there(path)) {
+    if (manifest.log) {  // it is gone, which has been accepted
+      manifest.log = false;
+      ++manifest.revision;
+      core.manifest_file.save(manifest);
+    }
     core.history.load(manifest, {});
     return manifest;
   }
@@ -207,6 +230,10 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
   for (const std::uint32_t removed : tables) log.detach(removed, /*forget=*/true);
   log.apply_all(options.recovery);
   for (const auto& [name, entry] : manifest.tables) log.detach(entry.id, /*forget=*/false);
+  if (manifest.log) {
+    manifest.log = false;
+    ++manifest.revision;
+  }
   core.manifest_file.save(manifest);
   if (core.durability == Durability::kNone) {
     core.log.reset();

@@ -42,6 +42,7 @@ class LogTarget {
   };
   virtual ~LogTarget() = default;
   virtual std::uint64_t page_bytes() const = 0;
+  virtual std::uint64_t pages() const = 0;  // that it has now; may be called at any time
   // Writes pages, which ascend, and notes their checksums. Throws CorruptError for one that does not match its checksum,
   // FormatError for one that the table does not have.
   virtual void apply(std::span<const Page> pages) = 0;
@@ -125,10 +126,11 @@ class RedoLog final : public LoggedPages {
   void append_header(std::uint32_t table, std::span<const std::byte> header);
 
   bool uncommitted(std::uint32_t table) const;  // whether something of it was appended that no commit has
-  // What takes of the limit: what was appended and no commit has, and these bytes of pages that are still to be appended.
-  std::uint64_t uncommitted_bytes(std::uint64_t dirty_bytes) const;
-  // Whether those bytes alone, and not the index's memory, would be within half of the limit.
-  bool index_is_full(std::uint64_t dirty_bytes) const;
+  // Bytes of what was appended and no commit has.
+  std::uint64_t uncommitted_bytes() const;
+  // Whether the pages that no commit has, and so many that are still to be appended, take more than half of the index's memory,
+  // while the tables have more pages than it has room for.
+  bool index_is_full(std::uint64_t dirty_pages) const;
   // How many pages the index has memory for.
   std::uint64_t index_pages() const noexcept { return options_.limit / entry_bytes_; }
   // How many pages of this size take a quarter of the limit.
@@ -208,7 +210,7 @@ class RedoLog final : public LoggedPages {
   struct Applied {
     std::uint64_t tail, end, commit;
     std::string manifest;
-    std::vector<Item> items;  // by table and page
+    std::vector<Item> items;  // by table and position
   };
   // Applies what is committed now. False if there was nothing. Below: its steps, with apply_mutex_ held.
   bool apply_once(bool in_background, const Progress& progress);
@@ -219,10 +221,15 @@ class RedoLog final : public LoggedPages {
   void forget_applied(const Applied& work);  // the log no longer has it
   void apply_table(LogTarget& target, std::span<const Item> items, bool in_background,
                    const std::function<void(std::uint64_t)>& step);
+  // Takes the next pages to be applied, at most `together`: fills in what is to be read of the log, into `memory`, and where the
+  // pages are then. Headers and pages in place are applied at once. Returns how many items these are.
+  std::size_t gather_window(LogTarget& target, std::span<const Item> items, const AlignedBuffer& memory, std::uint64_t together,
+                            std::vector<IoPiece>& pieces, std::vector<LogTarget::Page>& pages) const;
   void start_applying();
   void begin_anew();                                // if it is empty; with apply_mutex_ and append_mutex_ held
   LogTarget* target_of(std::uint32_t table) const;  // null if there is none
   std::uint64_t used() const;                       // of the limit; with mutex_ held
+  bool index_may_overflow() const;                  // the tables have more pages than it has room for; with mutex_ held
 
   const RedoLogOptions options_;
   const std::uint64_t entry_bytes_;  // of the limit that an entry of the index stands for, at least
@@ -249,7 +256,7 @@ class RedoLog final : public LoggedPages {
   LogIndex index_;
   std::uint64_t head_ = kLogStart;       // where the next record goes
   std::uint64_t epoch_ = kLogStart;      // where the records begin that no commit has, and none on its way
-  std::uint64_t appended_ = 0;           // entries since epoch_
+  std::uint64_t appended_ = 0;           // pages with a version since epoch_
   unsigned waiting_ = 0;                 // for applying to end
   std::uint64_t committed_ = kLogStart;  // where the last durable commit ends
   std::uint64_t commit_ = 0;             // its number

@@ -586,6 +586,7 @@ class Snapshot {
       if (!commits.empty()) replace_file(at(kHistoryName), history_text(commits), core_.ops);
       Manifest manifest = moment.manifest;
       manifest.unfinished.clear();
+      manifest.log = false;
       manifest.store_id = StoreId::random();  // a store of its own
       for (auto& [name, entry] : manifest.tables) {
         if (!entry.adopted) continue;

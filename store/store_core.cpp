@@ -207,11 +207,12 @@ void StoreCore::report(const Progress& progress, std::uint64_t done, std::uint64
 void StoreCore::bound_log() {
   if (!log) return;
   log->check_usable();
-  const std::uint64_t bytes = log->uncommitted_bytes(dirty_bytes.load(std::memory_order_relaxed));
-  if (bytes <= log->limit() / 2) return;
+  const std::uint64_t bytes = log->uncommitted_bytes() + dirty_bytes.load(std::memory_order_relaxed);
+  const bool index_full = log->index_is_full(dirty_pages.load(std::memory_order_relaxed));
+  if (bytes <= log->limit() / 2 && !index_full) return;
   const auto store = owner.lock();
   if (!store) return;  // it is being closed
-  if (!autocommit && log->index_is_full(dirty_bytes.load(std::memory_order_relaxed)))
+  if (!autocommit && index_full && bytes <= log->limit() / 2)
     throw LogFullError(fmt::format(
         "store {}: the pages changed since the last commit are more than half of the {} that the redo log's index has "
         "room for in an eighth of the store's memory ({}). commit() more often, open the store with more memory, or let "

@@ -162,14 +162,14 @@ struct StoreCore {
   static constexpr std::uint64_t kLeastLogLimit = 128ULL << 20;  // by default
   // Memory of a redo log of this limit.
   static std::uint64_t memory_of_log(std::uint64_t limit) noexcept { return RedoLog::memory_for(limit / kMinPageBytes); }
-  // Half of it should hold what is dirty in memory, and as much again that was evicted since the last commit: where it does not,
-  // the store commits by itself all the time, and writes pages in constant use again and again. An eighth of the budget is all
-  // that the log's memory may take.
+  // Half of it should hold what is dirty in memory, and much more that was evicted since the last commit: where it does not, the
+  // store commits by itself all the time, writes pages in constant use again and again, and moves on to the tables' files what
+  // the next commit changes once more. Sixteen times the memory where that is no more disk than most machines have to spare, else
+  // four times. How many pages it may have is another matter: an eighth of the budget is all that the log's index may take.
   static std::uint64_t default_log_limit(std::uint64_t memory) noexcept {
-    constexpr std::uint64_t kLeast = kLeastLogLimit, kMost = 128ULL << 30;
-    std::uint64_t limit = memory > kMost ? kMost : std::clamp(4 * memory, kLeast, kMost);
-    while (limit > kLeast && memory_of_log(limit) > memory / 8) limit = std::max(kLeast, limit - limit / 16);
-    return limit;
+    constexpr std::uint64_t kSpare = 16ULL << 30, kMost = 128ULL << 30;
+    if (memory >= kMost / 4) return kMost;
+    return std::max({kLeastLogLimit, std::min(16 * memory, kSpare), 4 * memory});
   }
   // Of the budget, for the redo log.
   std::uint64_t log_memory() const noexcept {
@@ -182,7 +182,7 @@ struct StoreCore {
   // limit, commits, or throws LogFullError if that is not wanted.
   void bound_log();
   // What is dirty in memory, of all tables, will go to the log as well.
-  std::atomic<std::uint64_t> dirty_bytes{0};
+  std::atomic<std::uint64_t> dirty_bytes{0}, dirty_pages{0};
   // The kernels of a device. Throws CudaError if the store was opened for none or another.
   CudaEngine& engine(int on_device);
   // Threads that move rows to and from the device: no more than are faster together. Those of `compute` that had nothing to do

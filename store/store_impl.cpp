@@ -68,7 +68,9 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
                                       kSmallestLimit, format_size(kSmallestLimit)));
   FileOps& ops = options.file_ops != nullptr ? *options.file_ops : FileOps::system();
   if (options.device >= 0 && options.device >= cuda_devices())
-    throw CudaError(cuda_devices() == 0 ? fmt::format("no CUDA device: {}", cuda_absence())
+    throw CudaError(cuda_devices() == 0 ? fmt::format("no CUDA device: {}. Without a device (in Python device=None, the default) "
+                                                      "the store works on the CPU",
+                                                      cuda_absence())
                                         : fmt::format("no CUDA device {}: there are {}", options.device, cuda_devices()));
   // Absolute, so that a later change of the working directory does not matter.
   std::error_code error;
@@ -113,7 +115,9 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     } else {
       manifest = Manifest::load(absolute);
     }
-    const bool unclean = options.mode != Mode::kRead && UncommittedMark::present(absolute, manifest.commit);
+    const bool log_gone_here = options.mode != Mode::kRead && log_is_gone(absolute, manifest);
+    if (log_gone_here && !options.accept_unclean) throw log_gone(absolute, manifest.commit);
+    const bool unclean = log_gone_here || (options.mode != Mode::kRead && UncommittedMark::present(absolute, manifest.commit));
     if (unclean && !options.accept_unclean) throw unclean_end(absolute, manifest.commit, "a session ended without commit");
 
     std::shared_ptr<StoreCore> core(new StoreCore(absolute, options, ops),
@@ -328,6 +332,13 @@ void Store::Impl::replace_manifest(Manifest manifest) {
   manifest_ = std::move(manifest);
 }
 
+void Store::Impl::note_log(bool has_commits) {
+  if (manifest_.log == has_commits) return;
+  Manifest manifest = manifest_;
+  manifest.log = has_commits;
+  replace_manifest(std::move(manifest));
+}
+
 std::uint64_t Store::Impl::commit_locked(bool even_unchanged, std::string note) {
   std::optional<PendingCommit> pending;
   {
@@ -356,6 +367,7 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
   bool changed = even_unchanged || !note.empty() || core_->mark.is_set();
   for (const auto& [name, table] : tables_) changed = changed || table->changed();
   if (!changed) return std::nullopt;
+  if (core_->log) note_log(true);  // once in a session
   PendingCommit pending{manifest_, {}};
   for (const auto& [name, table] : tables_) pending.manifest.tables.insert_or_assign(name, table->flush_and_sync());
   // Without a log a commit that failed may have left its manifest: its number is not used again, so that a mark is always of an
@@ -530,7 +542,14 @@ void Store::Impl::close() {
     if (core_->closed.load()) return;
     const auto still = stand_still();
     if (core_->writable) commit_still(/*even_unchanged=*/false);
-    if (core_->log) core_->log->apply_all();
+    if (core_->log) {
+      core_->log->apply_all();
+      try {
+        note_log(false);
+      } catch (const IoError&) {
+        // Everything is where it belongs. A log that is taken away now will be missed, that is all.
+      }
+    }
     core_->closed = true;  // before anyone can change a row that would not be committed
   }
   release();

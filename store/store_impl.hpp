@@ -53,6 +53,11 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   // Opens the tables of manifest_, or their files anew.
   void open_tables();
   static CorruptError unclean_end(const std::filesystem::path& store, std::uint64_t commit, std::string_view why);
+  // The manifest says that the log has commits, and there is none.
+  static bool log_is_gone(const std::filesystem::path& store, const Manifest& manifest);
+  static CorruptError log_gone(const std::filesystem::path& store, std::uint64_t commit);
+  // Has the manifest say so, or that it has none; durable.
+  void note_log(bool has_commits);
   // Brings a reader to the last commit: log, manifest and files as they were at one moment.
   void look(bool accept_unclean);
   Impl(std::shared_ptr<StoreCore> core, WriterLock lock, Manifest manifest);

@@ -316,8 +316,10 @@ void TableImpl::change(Shared lock, std::span<const std::int64_t> ids, const Bat
 void TableImpl::note_dirty() noexcept {
   if (!core_->log) return;
   const HotPages* const pages = hot_ready_.load(std::memory_order_acquire);
-  const std::uint64_t bytes = pages == nullptr ? 0 : pages->counts().dirty * entry_.geometry.page_bytes();
-  core_->dirty_bytes += bytes - dirty_known_.exchange(bytes);  // modulo 2^64: others take theirs off
+  const std::uint64_t dirty = pages == nullptr ? 0 : pages->counts().dirty;
+  const std::uint64_t more = dirty - dirty_known_.exchange(dirty);  // modulo 2^64: others take theirs off
+  core_->dirty_pages += more;
+  core_->dirty_bytes += more * entry_.geometry.page_bytes();
 }
 
 void TableImpl::scatter(std::span<const std::int64_t> ids, std::span<const std::byte> rows, std::string_view field_name) {

@@ -283,8 +283,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::atomic<bool> entry_changed_{false};
   std::unique_ptr<PageFile> file_;
   MemoryShare share_;
-  std::uint64_t commits_ = 0;  // of this session
-  std::atomic<std::uint64_t> dirty_known_{0};
+  std::uint64_t commits_ = 0;                  // of this session
+  std::atomic<std::uint64_t> dirty_known_{0};  // pages
   mutable std::mutex hot_mutex_;
   std::unique_ptr<HotPages> hot_;
   PinnedRange pinned_;  // of hot_'s slab: ends before it

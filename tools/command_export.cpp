@@ -84,6 +84,7 @@ void add_export(CLI::App& app, Common& common, Action& chosen) {
   command->add_flag("--accept-unclean", arguments->accept_unclean,
                     "Take rows as they are after a session that ended without commit");
   add_store_options(*command, common);
+  hide_options(*command, {"--durability", "--log-limit", "--policy"});  // rows are read once, in order
   finish_command(*command, common, chosen,
                  "  embermap export tables/items items.npy\n"
                  "  embermap export tables/items:sum state.h5:/items/sum --gzip 4\n"

@@ -75,6 +75,7 @@ void add_info(CLI::App& app, Common& common, Action& chosen) {
   auto path = std::make_shared<std::string>();
   command->add_option("PATH", *path, "STORE, STORE/TABLE, x.npy, x.npy:field, x.h5 or x.h5:/path/to/dataset")->required();
   add_store_options(*command, common);
+  hide_options(*command, {"--durability", "--verify-reads", "--log-limit", "--policy"});  // no row is read
   finish_command(*command, common, chosen,
                  "  embermap info tables\n"
                  "  embermap info tables/items --json\n"

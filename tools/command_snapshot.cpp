@@ -59,6 +59,7 @@ void add_snapshot(CLI::App& app, Common& common, Action& chosen) {
   command->add_option("DESTINATION", arguments->destination, "A directory that is not there or empty, or a half-done snapshot")
       ->required();
   add_store_options(*command, common);
+  hide_options(*command, {"--durability", "--log-limit", "--policy", "--verify-reads"});
   finish_command(*command, common, chosen,
                  "  embermap snapshot tables /backup/tables-monday\n"
                  "  embermap snapshot tables copy --json",

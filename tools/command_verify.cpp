@@ -54,9 +54,15 @@ void accept(Store& store, const std::string& name, const Common& common) {
   const VerifyReport before = table.verify();
   ProgressLine line("accept " + name, table.geometry().page_bytes(), common.quiet);
   table.accept(line.callback());
-  if (!common.quiet && !common.json)
-    print(fmt::format("{}: {} accepted that did not match{}\n", printable(name), pages_text(before.bad_pages),
-                      before.bad_pages == 0 ? "" : ": rows " + row_ranges(before.bad, before.bad.size(), before.bad_pages)));
+  if (common.quiet || common.json) return;
+  // Pages of an adopted file may have none: nothing of them could match.
+  const std::uint64_t unknown = table.adopted() ? before.written - before.verified : 0;
+  if (before.bad_pages > 0)
+    print(fmt::format("{}: {} accepted that did not match: rows {}\n", printable(name), pages_text(before.bad_pages),
+                      row_ranges(before.bad, before.bad.size(), before.bad_pages)));
+  if (unknown > 0) print(fmt::format("{}: {} accepted that had no checksum\n", printable(name), pages_text(unknown)));
+  if (before.bad_pages == 0 && unknown == 0)
+    print(fmt::format("{}: all {} match, nothing to accept\n", printable(name), pages_text(before.verified)));
 }
 
 void repair(Store& store, Store& backup, const std::string& name, const std::string& backup_name, const Common& common) {
@@ -158,6 +164,7 @@ void add_verify(CLI::App& app, Common& common, Action& chosen) {
           "changed")
       ->type_name("STORE[/TABLE]");
   add_store_options(*command, common);
+  hide_options(*command, {"--policy", "--verify-reads"});  // every page is read once, and compared
   finish_command(*command, common, chosen,
                  "  embermap verify tables\n"
                  "  embermap verify tables/items --json\n"

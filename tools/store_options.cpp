@@ -37,7 +37,7 @@ void add_store_options(CLI::App& command, Common& common) {
       ->group(group);
   command
       .add_option("--log-limit", common.log_limit,
-                  "Most bytes of redo log (default: about four times the memory, 128MiB to 128GiB)")
+                  "Most bytes of redo log (default: 16 times the memory, 128MiB to 16GiB, or 4 times where that is more)")
       ->type_name("SIZE")
       ->group(group);
   command
@@ -48,6 +48,10 @@ void add_store_options(CLI::App& command, Common& common) {
   command.add_option("--policy", common.policy, "Which pages stay in memory: lru (default), s3fifo")
       ->type_name("NAME")
       ->group(group);
+}
+
+void hide_options(CLI::App& command, std::initializer_list<const char*> names) {
+  for (const char* const name : names) command.get_option(name)->group("");
 }
 
 StoreOptions store_options(const Common& common, StoreOptions::Mode mode) {

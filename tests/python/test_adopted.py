@@ -215,6 +215,8 @@ def test_a_file_that_others_changed_is_noticed_until_it_is_accepted(tmp_path, ch
     with em.open(tmp_path / "s", memory="1MiB", accept_changed=True) as store:
         if change is not touch:
             assert store["t"].verify()["bad_pages"] == 1
+            with pytest.raises(em.CorruptError, match=r"does not match.*accept\(\) of the table"):
+                store["t"].gather([0])
         store["t"].accept()
         assert np.array_equal(store["t"][:], rows)
     with em.open(tmp_path / "s", mode="r") as store:

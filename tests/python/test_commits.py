@@ -169,13 +169,17 @@ def test_options_of_the_log_that_cannot_be(path, arguments, error, text):
 
 @pytest.mark.parametrize(
     ("given", "limit"),
-    [(None, 128 << 20), ("1MiB", 1 << 20), (3_000_000, 3_000_000), ("2GiB", 2 << 30)],
+    [(None, 256 << 20), ("1MiB", 1 << 20), (3_000_000, 3_000_000), ("2GiB", 2 << 30)],
 )
 def test_the_limit_of_the_log(path, given, limit):
     with em.open(path, memory="16MiB", log_limit=given) as store:
         assert store.stats()["log"]["limit"] == limit
-    with em.open(path, memory="200MiB") as store:  # its index takes an eighth of the memory at most
-        assert 200 << 20 < store.stats()["log"]["limit"] <= 800 << 20
+    for memory in (200, 1024):
+        with em.open(path, memory=f"{memory}MiB") as store:
+            assert store.stats()["log"]["limit"] == 16 * memory << 20
+    for memory, gibibytes in ((2, 16), (8, 32), (64, 128)):
+        with em.open(path, memory=f"{memory}GiB") as store:
+            assert store.stats()["log"]["limit"] == gibibytes << 30
 
 
 # --- the log's limit ------------------------------------------------------------------------------
@@ -530,7 +534,7 @@ def test_a_damaged_log_is_named(crashed):
 
 def test_an_index_that_is_full_is_told_from_a_log_that_is(tmp_path):
     path = tmp_path / "store"
-    rows = 8 * 25_000  # pages of 8 rows; an eighth of 16 MiB has room for some 40,000
+    rows = 8 * 50_000  # pages of 8 rows; an eighth of 16 MiB has room for some 40,000
     with em.open(path, memory="64MiB") as store:
         table = store.create("t", rows=rows, dim=128)
         table[:] = np.zeros((rows, 128), np.float32)
@@ -543,3 +547,33 @@ def test_an_index_that_is_full_is_told_from_a_log_that_is(tmp_path):
         store.commit()
         table.scatter([1], one[:1])
         store.abandon()
+
+
+@pytest.mark.parametrize("every", [1, 2, 5, 40, 300])
+@pytest.mark.parametrize("crash", [False, True])
+def test_pages_reach_the_files_from_wherever_the_log_has_them(path, every, crash):
+    pages = 600  # those that are changed again leave gaps in the log
+    with em.open(path, memory="8MiB", autocommit=False, log_limit="64MiB") as store:
+        tables = [store.create(name, rows=pages, dim=PAGE) for name in ("a", "b")]
+        for table in tables:
+            table[:] = 0
+        store.commit()
+        store.checkpoint()
+        wanted = np.zeros(pages, np.float32)
+        order = np.random.default_rng(every).permutation(pages)
+        for value in (1, 2, 3):
+            ids = order if value == 1 else order[order % every != 0]
+            wanted[ids] = value
+            for part in np.array_split(ids, 7):
+                for table in tables:
+                    table.scatter(part, np.full((len(part), PAGE), value, np.float32))
+            store.commit()
+        store.abandon() if crash else store.checkpoint()
+        if not crash:
+            for name in ("a", "b"):
+                assert np.array_equal(np.load(path / f"{name}.npy")[:, 0], wanted)
+    with em.open(path, memory="8MiB") as store:
+        for name in ("a", "b"):
+            assert np.array_equal(np.load(path / f"{name}.npy")[:, -1], wanted)
+            assert np.array_equal(store[name].gather(np.arange(pages))[:, 7], wanted)
+            assert store[name].verify()["bad_pages"] == 0

@@ -67,7 +67,11 @@ def test_rows_that_were_never_written(path):
             ValueError, match=r"pages were never written.*embermap materialize .*/t'"
         ):
             store["t"].gather([0])
+        for key in (5, slice(5, 6), [5], np.arange(ROWS) == 5):
+            with pytest.raises(ValueError, match="pages were never written"):
+                store["t"][key]
         assert (store["t"].read(1, 2) == 3).all()
+        assert (np.asarray(store["t"])[1:] == 3).all()
     with em.open(path) as store:
         store["t"].materialize()
     with mapped(path) as store:

@@ -1394,6 +1394,90 @@ TEST_F(StoreTest, TheIndexOfALongLogStaysInItsShareOfMemory) {
   EXPECT_EQ(back.back(), std::byte{1});
 }
 
+TEST_F(StoreTest, PagesChangedAgainAndAgainCountOnceForTheIndexOfTheLog) {
+  Store store = Store::open(path(), {.memory = 8 << 20, .threads = 2, .log_limit = 1ULL << 30});
+  Table table = store.create("t", {.rows = 50'000, .dim = 4096, .dtype = DType::kUInt8});  // the index has room for 32,768 pages
+  const std::vector<std::byte> some(5'000 * 4096, std::byte{1});
+  const auto change = [&](std::int64_t first) { table.scatter(range(first, first + 5'000), some); };
+  change(0);
+  store.commit();
+  for (int i = 0; i < 5; ++i) change(0);
+  change(5'000);
+  EXPECT_EQ(store.commit_number(), 1U) << "10,000 pages were changed, 30,000 times";
+  for (int i = 0; i < 3; ++i) change(10'000 + i * 5'000);
+  EXPECT_GT(store.commit_number(), 1U) << "more than half of the index is of no commit";
+}
+
+TEST_F(StoreTest, TablesWhosePagesAllFitTheIndexOfTheLogAreBoundByItsBytesOnly) {
+  Store store = Store::open(path(), {.memory = 8 << 20, .threads = 2, .log_limit = 1ULL << 30});
+  Table table = store.create("t", {.rows = 30'000, .dim = 4096, .dtype = DType::kUInt8});
+  const std::vector<std::byte> some(5'000 * 4096, std::byte{1});
+  for (int round = 0; round < 2; ++round)
+    for (std::int64_t first = 0; first < 30'000; first += 5'000) table.scatter(range(first, first + 5'000), some);
+  EXPECT_EQ(store.commit_number(), 0U);
+  EXPECT_LE(store.log_stats().memory_bytes, 5U << 20);
+  // With more rows they might not: what is changed is more than half of the index.
+  table.resize(40'000);  // a commit
+  const std::uint64_t before = store.commit_number();
+  for (std::int64_t first = 0; first < 25'000; first += 5'000) table.scatter(range(first, first + 5'000), some);
+  EXPECT_GT(store.commit_number(), before);
+}
+
+TEST_F(StoreTest, ALogThatIsTakenAwayWithItsCommitsIsMissed) {
+  const auto log = path() / "redo.log";
+  const auto says_log = [&] { return test::file_text(path() / "embermap.json").find("\"log\": true") != std::string::npos; };
+  {
+    Store store = open();
+    scatter(store.create("t", {.rows = 100, .dim = 128}), {5}, std::vector<float>(128, 1));
+    EXPECT_FALSE(says_log());
+    store.commit();
+    EXPECT_TRUE(says_log());
+    store.close();
+  }
+  EXPECT_FALSE(says_log()) << "closed: all of it is in the files";
+  std::filesystem::remove(log);
+  EXPECT_EQ(gather(open().table("t"), {5})[0], 1.0F) << "nothing was lost";
+  {
+    Store store = open();
+    scatter(store.table("t"), {5}, std::vector<float>(128, 2));
+    EXPECT_EQ(store.commit(), 2U);
+    store.abandon();
+  }
+  std::filesystem::rename(log, path() / "kept");
+  for (const auto mode : {StoreOptions::Mode::kRead, StoreOptions::Mode::kReadWrite, StoreOptions::Mode::kOpenOrCreate})
+    EXPECT_THAT(message_of<CorruptError>([&] { open(1 << 20, mode); }),
+                AllOf(HasSubstr("redo.log: the redo log is gone"), HasSubstr("at commit 1"), HasSubstr("recover")));
+  EXPECT_THAT(message_of<CorruptError>([&] { Store::open(path(), {.memory = 1 << 20, .durability = Durability::kNone}); }),
+              HasSubstr("the redo log is gone"));
+  EXPECT_TRUE(plan_recovery(path()).unclean);
+  EXPECT_FALSE(std::filesystem::exists(log));
+  // Brought back, it counts.
+  std::filesystem::rename(path() / "kept", log);
+  EXPECT_EQ(gather(open(1 << 20, StoreOptions::Mode::kRead).table("t"), {5})[0], 2.0F);
+  std::filesystem::copy(path(), directory_ / "copy", std::filesystem::copy_options::recursive);
+  EXPECT_EQ(gather(open().table("t"), {5})[0], 2.0F);
+  EXPECT_FALSE(says_log()) << "applied";
+  // Without it the tables are taken as they are where that is wanted.
+  for (const Durability durability : {Durability::kNone, Durability::kCommit}) {
+    const auto store = directory_ / (durability == Durability::kNone ? "none" : "commit");
+    std::filesystem::copy(directory_ / "copy", store, std::filesystem::copy_options::recursive);
+    std::filesystem::remove(store / "redo.log");
+    EXPECT_EQ(gather(Store::open(store, {.mode = StoreOptions::Mode::kRead, .accept_unclean = true}).table("t"), {5})[0], 1.0F);
+    Store::open(store, {.memory = 1 << 20, .durability = durability, .accept_unclean = true}).close();
+    EXPECT_EQ(gather(Store::open(store, {.mode = StoreOptions::Mode::kRead}).table("t"), {5})[0], 1.0F);
+    EXPECT_TRUE(Store::open(store, {.mode = StoreOptions::Mode::kRead}).table("t").verify().bad_pages == 0);
+  }
+}
+
+TEST_F(StoreTest, ASnapshotHasNoLogAndMissesNone) {
+  Store store = open();
+  scatter(store.create("t", {.rows = 100, .dim = 128}), {5}, std::vector<float>(128, 1));
+  store.commit();
+  store.snapshot(directory_ / "snapshot");
+  EXPECT_EQ(gather(Store::open(directory_ / "snapshot", {.mode = StoreOptions::Mode::kRead}).table("t"), {5})[0], 1.0F);
+  EXPECT_EQ(gather(Store::open(directory_ / "snapshot", {.memory = 1 << 20}).table("t"), {5})[0], 1.0F);
+}
+
 // When armed, the disk is full for the n-th header of redo.log and those after it; what is written may be there all the same.
 class LogHeadersFull final : public FileOps {
  public:

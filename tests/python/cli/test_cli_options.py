@@ -28,6 +28,31 @@ def test_every_way_of_reading_gives_the_same_file(cli, tmp_path, io, direct):
         assert not told["direct_reads"]
 
 
+@pytest.mark.parametrize(
+    ("command", "without"),
+    [
+        ("info", {"--durability", "--verify-reads", "--log-limit", "--policy"}),
+        ("verify", {"--verify-reads", "--policy"}),
+        ("export", {"--durability", "--log-limit", "--policy"}),
+        ("snapshot", {"--durability", "--verify-reads", "--log-limit", "--policy"}),
+        ("create", set()),
+    ],
+)
+def test_help_lists_options_that_have_an_effect(cli, tmp_path, command, without):
+    options = {"--io", "--durability", "--verify-reads", "--log-limit", "--allow-adopted"}
+    options |= {"--direct", "--no-direct", "--policy"}
+    told = cli.ok(command, "--help").out.replace(",", " ").split()
+    assert options - set(told) == without
+
+
+def test_options_without_an_effect_are_taken_all_the_same(cli, tmp_path):
+    cli.ok("create", tmp_path / "s" / "t", "--rows", "5", "--dim", "2")
+    options = ["--policy", "lru", "--durability", "none", "--verify-reads", "read"]
+    for command in ("info", "verify"):
+        cli.ok(command, tmp_path / "s", *options, "--log-limit", "4MiB")
+        assert cli(command, tmp_path / "s", "--policy", "mru").code == 2
+
+
 def test_wrong_options_are_wrong_usage(cli, tmp_path):
     for options, text in (
         (["--io", "fast"], "fast"),

@@ -331,7 +331,11 @@ def test_verify_accepts_an_adopted_file_that_was_changed(cli: Embermap, tmp_path
     np.save(tmp_path / "a.npy", np.full((1000, 16), 2, np.float32))
     for command in (["verify", "t"], ["export", "t/x", "b.npy"], ["verify", "t/x"]):
         cli.fails(*command, cwd=tmp_path, says=["a.npy", "other than embermap", "verify --accept"])
-    assert "0 pages accepted" in cli.ok("verify", "t/x", "--accept", cwd=tmp_path).out
+    out = cli.ok("verify", "t/x", "--accept", cwd=tmp_path).out
+    assert "x: 16 pages accepted that had no checksum" in out
+    assert "did not match" not in out
+    out = cli.ok("verify", "t/x", "--accept", cwd=tmp_path).out
+    assert "x: all 16 pages match, nothing to accept" in out
     assert "16 verified, 0 bad" in cli.ok("verify", "t", cwd=tmp_path).out
     cli.ok("export", "t/x", "b.npy", cwd=tmp_path)
     assert np.all(np.load(tmp_path / "b.npy") == 2)
