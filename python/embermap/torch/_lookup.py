@@ -84,7 +84,6 @@ class Pending:
             return None
         return joined([(batch.ids, batch.grads) for batch in batches])
 
-<<<<<<< HEAD
     def fetched(self) -> tuple[int, Any]:
         """How many look-ups the gradients are of, and what a single one has for the update.
 
@@ -95,12 +94,11 @@ class Pending:
                 return len(self._batches), None
             fetched, self._batches[0].fetched = self._batches[0].fetched, None
             return 1, fetched
-=======
+
     def _dropped(self, anchor: Tensor) -> bool:
         """Whether somebody has set a gradient to None."""
         mark = self.mark() if self.mark is not None else None
         return anchor.grad is None or (mark is not None and mark.grad is None)
->>>>>>> 6a572a1d7e75499629569a2aff8767703e7a6f2b
 
     def drop(self) -> None:
         with self._lock:
