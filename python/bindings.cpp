@@ -217,7 +217,8 @@ Table import_file(Store& store, std::string_view name, const nb::bytes& source, 
 std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::bytes& destination, std::string_view field,
                                                     bool overwrite, const Dtype& dtype, std::optional<int> gzip,
                                                     const nb::object& callback) {
-  const Location location = parse_location({destination.c_str(), destination.size()});
+  const Location location = parse_location({destination.c_str(), destination.size()},
+                                           {.format = {}, .use = LocationOptions::Use::kWrite});
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
   const nb::gil_scoped_release release;

@@ -15,14 +15,14 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string source, destination, dtype, source_dtype;
+  std::string source, destination, from, to, dtype, source_dtype;
   DestinationArguments output;
   bool allow_external = false;
 };
 
 int convert(const Arguments& arguments, const Common& common) {
-  const Location source = parse_location_option("SRC", arguments.source);
-  const Location destination = parse_location_option("DST", arguments.destination);
+  const Location source = parse_source("SRC", arguments.source, arguments.from);
+  const Location destination = parse_destination("DST", arguments.destination, arguments.to);
   const WriteOptions options = arguments.output.options(destination);
   std::optional<DType> to, as;
   if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
@@ -58,8 +58,10 @@ int convert(const Arguments& arguments, const Common& common) {
 void add_convert(CLI::App& app, Common& common, Action& chosen) {
   auto* command = app.add_subcommand("convert", "Copy rows from file to file, without a store");
   auto arguments = std::make_shared<Arguments>();
-  command->add_option("SRC", arguments->source, "x.npy, x.npy:field or x.h5:/path/to/dataset")->required();
-  command->add_option("DST", arguments->destination, "x.npy or x.h5:/path/to/dataset")->required();
+  command->add_option("SRC", arguments->source, kSourceHelp)->required();
+  command->add_option("DST", arguments->destination, kDestinationHelp)->required();
+  add_from_option(*command, arguments->from);
+  add_to_option(*command, arguments->to);
   command
       ->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even); bfloat16 also names bytes the file cannot name")
       ->type_name("NAME");

@@ -18,7 +18,7 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string table, destination, dtype;
+  std::string table, destination, to, dtype;
   DestinationArguments output;
   bool accept_unclean = false;
 };
@@ -39,7 +39,7 @@ Store open_within(const std::filesystem::path& path, const Common& common, bool 
 
 int export_table(const Arguments& arguments, const Common& common) {
   const TablePath path = parse_table_path(arguments.table, /*with_field=*/true);
-  const Location destination = parse_location_option("DST", arguments.destination);
+  const Location destination = parse_destination("DST", arguments.destination, arguments.to);
   const WriteOptions options = arguments.output.options(destination);
   std::optional<DType> to;
   if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
@@ -78,7 +78,8 @@ void add_export(CLI::App& app, Common& common, Action& chosen) {
   auto* command = app.add_subcommand("export", "Write the rows of a table, or of one field of it, to a file");
   auto arguments = std::make_shared<Arguments>();
   command->add_option("TABLE", arguments->table, "STORE/TABLE, or STORE/TABLE:field for the state of its optimizer")->required();
-  command->add_option("DST", arguments->destination, "x.npy or x.h5:/path/to/dataset")->required();
+  command->add_option("DST", arguments->destination, kDestinationHelp)->required();
+  add_to_option(*command, arguments->to);
   command->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even)")->type_name("NAME");
   arguments->output.add_to(*command);
   command->add_flag("--accept-unclean", arguments->accept_unclean,

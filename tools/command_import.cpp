@@ -20,7 +20,7 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string source, table, field, dtype, source_dtype, page_size = "4KiB";
+  std::string source, table, from, field, dtype, source_dtype, page_size = "4KiB";
   OptimizerArguments optimizer;
   bool in_place = false, read_only = false, allow_external = false;
 };
@@ -31,7 +31,7 @@ std::optional<DType> optional_dtype(std::string_view option, const std::string& 
 }
 
 Location source_location(const Arguments& arguments) {
-  Location source = parse_location_option("SRC", arguments.source);
+  Location source = parse_source("SRC", arguments.source, arguments.from);
   if (arguments.field.empty()) return source;
   if (!source.selector.empty() && source.selector != arguments.field)
     throw UsageError(
@@ -128,9 +128,10 @@ int import(const Arguments& arguments, const Common& common) {
 void add_import(CLI::App& app, Common& common, Action& chosen) {
   auto* command = app.add_subcommand("import", "Make a table from the rows of a file");
   auto arguments = std::make_shared<Arguments>();
-  command->add_option("SRC", arguments->source, "x.npy, x.npy:field or x.h5:/path/to/dataset")->required();
+  command->add_option("SRC", arguments->source, kSourceHelp)->required();
   command->add_option("TABLE", arguments->table, "STORE/TABLE, which must not exist; the store is made if it is not there")
       ->required();
+  add_from_option(*command, arguments->from);
   command->add_option("--field", arguments->field, "The field of a structured SRC, as x.npy:field")->type_name("NAME");
   command
       ->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even); bfloat16 also names bytes the file cannot name")

@@ -38,16 +38,29 @@ std::uint64_t copy_memory(const RowReader& reader, DType to, std::uint64_t memor
   return std::max(memory / share, std::min(memory, row));
 }
 
+void add_from_option(CLI::App& command, std::string& format) {
+  command
+      .add_option("--from", format, fmt::format("Format of SRC where its content and name do not tell: {}", format_names(false)))
+      ->type_name("FORMAT");
+}
+
+void add_to_option(CLI::App& command, std::string& format) {
+  command.add_option("--to", format, fmt::format("Format of DST where its name does not tell: {}", format_names(true)))
+      ->type_name("FORMAT");
+}
+
 void DestinationArguments::add_to(CLI::App& command) {
-  command.add_option("--gzip", gzip_, "HDF5: compress with this level, 0 to 9 (default: contiguous, not compressed)")
+  command.add_option("--gzip", gzip_, "HDF5, npz: compress with this level, 0 to 9 (default: not compressed)")
       ->type_name("LEVEL");
-  command.add_flag("--overwrite", overwrite_, "Replace DST if it exists (HDF5: the dataset named), when the new one is complete");
+  command.add_flag("--overwrite", overwrite_,
+                   "Replace DST if it exists (the dataset, member or tensor named), when the new one is complete");
 }
 
 WriteOptions DestinationArguments::options(const Location& destination) const {
   WriteOptions options{.overwrite = overwrite_};
   if (gzip_.empty()) return options;
-  if (destination.format != Location::Format::kHdf5) throw UsageError("--gzip needs an HDF5 file as DST");
+  if (!format_compresses(destination.format))
+    throw UsageError(fmt::format("--gzip: {} files are not compressed here", format_name(destination.format)));
   const std::uint64_t level = parse_count("--gzip", gzip_);
   if (level > 9) throw UsageError(fmt::format("--gzip: level {} is not in 0 to 9", level));
   options.gzip = static_cast<int>(level);

@@ -28,6 +28,14 @@ class ConvertingReader final : public RowReader {
   ConversionReport report_;
 };
 
+inline constexpr const char* kSourceHelp =
+    "x.npy, x.npy:field, x.h5:/path/to/dataset, ... (`embermap ls FILE` shows what a file holds)";
+inline constexpr const char* kDestinationHelp = "x.npy, x.h5:/path/to/dataset, ...";
+
+// --from and --to, for parse_source() and parse_destination().
+void add_from_option(CLI::App& command, std::string& format);
+void add_to_option(CLI::App& command, std::string& format);
+
 // --gzip and --overwrite.
 class DestinationArguments {
  public:
