@@ -21,6 +21,61 @@ constexpr std::array kFormats{
     FormatInfo{Format::kNpy, "npy", {".npy"}, false, false, &fit_npy, &open_npy_rows, &create_npy_rows, &list_npy},
     FormatInfo{
         Format::kHdf5, "hdf5", {".h5", ".hdf5", ".he5"}, true, true, &fit_hdf5, &open_hdf5_rows, &create_hdf5_rows, &list_hdf5},
+    FormatInfo{Format::kFastTextBinary,
+               "fasttext",
+               {".bin", ".ftz"},
+               false,
+               false,
+               &fit_fasttext,
+               &open_fasttext_rows,
+               nullptr,
+               &list_fasttext},
+    FormatInfo{Format::kWord2vecText,
+               "word2vec-text",
+               {".vec", ".txt"},
+               false,
+               false,
+               &fit_word2vec_text,
+               &open_word2vec_text_rows,
+               &create_word2vec_text_rows,
+               nullptr},
+    FormatInfo{Format::kGlove,
+               "glove",
+               {".glove", ".glove.txt", ".txt"},
+               false,
+               false,
+               &fit_glove,
+               &open_glove_rows,
+               &create_glove_rows,
+               nullptr},
+    FormatInfo{Format::kWord2vecBinary,
+               "word2vec-binary",
+               {".w2v", ".bin"},
+               false,
+               false,
+               &fit_word2vec_binary,
+               &open_word2vec_binary_rows,
+               &create_word2vec_binary_rows,
+               nullptr},
+    FormatInfo{Format::kVecs,
+               "vecs",
+               {".fvecs", ".bvecs", ".ivecs"},
+               false,
+               false,
+               nullptr,
+               &open_vecs_rows,
+               &create_vecs_rows,
+               nullptr},
+    FormatInfo{Format::kBin,
+               "bin",
+               {".fbin", ".u8bin", ".i8bin", ".ibin", ".f16bin"},
+               false,
+               false,
+               nullptr,
+               &open_bin_rows,
+               &create_bin_rows,
+               nullptr},
+    FormatInfo{Format::kRaw, "raw", {".raw"}, false, false, nullptr, &open_raw_rows, &create_raw_rows, nullptr},
 };
 
 }  // namespace
@@ -104,6 +159,11 @@ std::string format_names(bool written) {
 
 bool format_compresses(Location::Format format) { return format_info(format).compresses; }
 bool format_has_members(Location::Format format) { return format_info(format).members; }
+
+bool format_has_words(Location::Format format) {
+  return format == Format::kWord2vecText || format == Format::kGlove || format == Format::kWord2vecBinary ||
+         format == Format::kFastTextBinary;
+}
 
 std::vector<Entry> list_entries(const std::filesystem::path& file, Location::Format format) {
   const FormatInfo& info = format_info(format);

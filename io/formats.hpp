@@ -60,6 +60,31 @@ Fit fit_hdf5(const File& file, std::span<const std::byte> head);
 std::vector<Entry> list_npy(const std::filesystem::path& file);
 std::vector<Entry> list_hdf5(const std::filesystem::path& file);
 
+Fit fit_word2vec_text(const File& file, std::span<const std::byte> head);
+Fit fit_glove(const File& file, std::span<const std::byte> head);
+Fit fit_word2vec_binary(const File& file, std::span<const std::byte> head);
+Fit fit_fasttext(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_fasttext(const std::filesystem::path& file);
+std::unique_ptr<RowReader> open_word2vec_text_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_word2vec_text_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                                     const WriteOptions& options);
+std::unique_ptr<RowReader> open_glove_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_glove_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                             const WriteOptions& options);
+std::unique_ptr<RowReader> open_word2vec_binary_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_word2vec_binary_rows(const Location& location, std::uint64_t rows, std::uint64_t dim,
+                                                       DType dtype, const WriteOptions& options);
+std::unique_ptr<RowReader> open_fasttext_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowReader> open_vecs_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_vecs_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                            const WriteOptions& options);
+std::unique_ptr<RowReader> open_bin_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_bin_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                           const WriteOptions& options);
+std::unique_ptr<RowReader> open_raw_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_raw_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                           const WriteOptions& options);
+
 // Counts rows for a writer: throws InvalidArgument for more than promised, or at the end for fewer.
 class RowCount {
  public:

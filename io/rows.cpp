@@ -54,6 +54,8 @@ Location::Format format_to_write(std::string_view text, std::string_view path) {
   std::size_t count = 0;
   for (const FormatInfo& info : formats()) {
     if (info.create == nullptr || extension_of(info, path) != extension) continue;
+    // Nearly everything that reads word vectors from text wants the header; GloVe's format is written where it is named.
+    if (info.format == Location::Format::kGlove && extension == ".txt") continue;
     only = &info;
     ++count;
     others += fmt::format("{}{}", others.empty() ? "" : ", ", info.name);
@@ -197,13 +199,18 @@ std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions
 }
 
 std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<DType> to, const ReadOptions& options) {
+  ReadOptions named = options;
+  named.dtype = to;
+  const bool text = location.format == Location::Format::kWord2vecText || location.format == Location::Format::kGlove;
+  if (!options.dtype && to && (location.format == Location::Format::kRaw || (text && to == DType::kFloat64)))
+    return open_rows(location, named);
   if (options.dtype || to != DType::kBFloat16) return open_rows(location, options);
   try {
     return open_rows(location, options);
   } catch (const DTypeError&) {
     std::unique_ptr<RowReader> reader;
     try {
-      reader = open_rows(location, ReadOptions{.dtype = to, .allow_external = options.allow_external});
+      reader = open_rows(location, named);
     } catch (const DTypeError&) {  // the first reason is the one to tell
     }
     if (reader == nullptr) throw;

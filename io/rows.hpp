@@ -13,6 +13,7 @@
 
 #include "base/dtype.hpp"
 #include "io/file.hpp"
+#include "io/vocabulary.hpp"
 
 namespace embermap {
 
@@ -48,6 +49,8 @@ std::string format_names(bool written);
 bool format_compresses(Location::Format format);
 // Whether a selector names one of several things in such a file, which a writer adds to those that are there.
 bool format_has_members(Location::Format format);
+// Whether every row of such a file has a word (io/vocabulary.hpp).
+bool format_has_words(Location::Format format);
 
 struct LocationOptions {
   enum class Use { kRead, kWrite };
@@ -79,6 +82,13 @@ struct ReadOptions {
   // Takes ambiguous bytes (V2, opaque) as this; must otherwise equal the file's dtype (convert after reading).
   std::optional<DType> dtype = {};
   bool allow_external = false;  // HDF5: external raw files and virtual datasets, below the file's own folder
+  // Formats with words (format_has_words()): is given those of the rows that read() is asked for, by the thread that calls it,
+  // before it returns.
+  WordSink words = {};
+  // How many columns; 0: as the file says. Raw files and empty .fvecs need it, GloVe may (where most of its words hold spaces);
+  // other word vectors, .fvecs and .fbin are FormatError where they have others, and formats of arrays do not look at it.
+  std::uint64_t dim = 0;
+  std::uint64_t offset = 0;  // raw files: how many bytes stand before the first row
 };
 
 // Rows 0 .. rows() - 1 of dim() elements. Not thread-safe. Throws IoError, FormatError, DTypeError naming the file and dataset.
@@ -110,13 +120,16 @@ class RowReader {
 std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions& options = {});
 
 // open_rows() for rows that will become `to` (nothing: as they are). Where only a dtype makes sense of the bytes (V2, opaque) and
-// `options` names none, a `to` of bfloat16 names it. Rows that bfloat16 does not explain either are the first DTypeError.
+// `options` names none, a `to` of bfloat16 names it. A `to` names the dtype of raw files, and a `to` of float64 has numbers of
+// text read as such, where `options` names none. Rows that bfloat16 does not explain either are the first DTypeError.
 std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<DType> to, const ReadOptions& options = {});
 
 struct WriteOptions {
   bool overwrite = false;        // of the file, or of the dataset alone if an HDF5 selector names it in a file that exists
   int gzip = -1;                 // HDF5: level 0 - 9 (with shuffle), -1 contiguous without compression
   std::uint64_t chunk_rows = 0;  // HDF5 with gzip: 0 chooses about a MiB; at most the rows there are and 4 GiB
+  // Formats with words: where they come from, called by the thread that calls write(). They need it.
+  WordSource words = {};
 };
 
 // Takes rows in order into a temporary file; finish() completes it under its name. Without finish() nothing is left behind.

@@ -15,7 +15,8 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string source, destination, from, to, dtype, source_dtype;
+  std::string source, destination, from, to, dtype, source_dtype, vocabulary;
+  LayoutArguments layout;
   DestinationArguments output;
   bool allow_external = false;
 };
@@ -23,7 +24,7 @@ struct Arguments {
 int convert(const Arguments& arguments, const Common& common) {
   const Location source = parse_source("SRC", arguments.source, arguments.from);
   const Location destination = parse_destination("DST", arguments.destination, arguments.to);
-  const WriteOptions options = arguments.output.options(destination);
+  WriteOptions options = arguments.output.options(destination);
   std::optional<DType> to, as;
   if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
   if (!arguments.source_dtype.empty()) as = parse_dtype_option("--source-dtype", arguments.source_dtype);
@@ -32,7 +33,18 @@ int convert(const Arguments& arguments, const Common& common) {
   require_regular_file(source.file);
   check_destination(destination, source.file, options.overwrite);
   check_source_is_whole(source, common.memory / 4);
-  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, {.dtype = as, .allow_external = arguments.allow_external});
+  check_vocabulary_option(arguments.vocabulary, format_has_words(source.format) || format_has_words(destination.format));
+  WordTransfer words({.vocabulary = arguments.vocabulary,
+                      .source_has_words = format_has_words(source.format),
+                      .destination_has_words = format_has_words(destination.format),
+                      .source = source.file,
+                      .destination = destination.file,
+                      .overwrite = options.overwrite});
+  ReadOptions reading{.dtype = as, .allow_external = arguments.allow_external, .words = words.sink()};
+  arguments.layout.set(reading, source);
+  options.words = words.source();
+  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, reading);
+  words.begin(reader->rows());
   TransferResult result{.source = arguments.source,
                         .destination = arguments.destination,
                         .rows = reader->rows(),
@@ -46,10 +58,16 @@ int convert(const Arguments& arguments, const Common& common) {
     ProgressLine line("convert", result.dim * item_size(result.to), common.quiet);
     result.report = copy_rows(*reader, *writer, result.to, copy_memory(*reader, result.to, common.memory, 2), line.callback());
     check_interrupt();
-    writer->finish();
+    words.finish();
+    try {
+      writer->finish();
+    } catch (...) {
+      words.withdraw();
+      throw;
+    }
   }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  print_transfer(common, result);
+  print_transfer(common, result, vocabulary_json(words));
   return kDone;
 }
 
@@ -67,13 +85,20 @@ void add_convert(CLI::App& app, Common& common, Action& chosen) {
       ->type_name("NAME");
   command->add_option("--source-dtype", arguments->source_dtype, "What ambiguous bytes of SRC are (V2, opaque)")
       ->type_name("NAME");
+  arguments->layout.add_to(*command);
+  add_vocabulary_option(*command, arguments->vocabulary,
+                        "The words of the rows, one a line: written for SRC with words, read for DST with words alone (default "
+                        "SRC.vocab.txt or DST.vocab.txt); 'none': not written, or the numbers of the rows");
   arguments->output.add_to(*command);
   command->add_flag("--allow-external", arguments->allow_external,
                     "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
   finish_command(*command, common, chosen,
                  "  embermap convert vectors.npy vectors.h5:/vectors --gzip 4\n"
                  "  embermap convert model.h5:/embeddings/words words.npy --dtype float16\n"
-                 "  embermap convert tables/items.npy:weight weight.npy",
+                 "  embermap convert tables/items.npy:weight weight.npy\n"
+                 "  embermap convert glove.6B.100d.txt vectors.npy\n"
+                 "  embermap convert vectors.npy vectors.bin --to word2vec-binary --vocab words.txt\n"
+                 "  embermap convert vectors.raw vectors.npy --source-dtype float32 --dim 128",
                  [arguments](const Common& c) { return convert(*arguments, c); });
 }
 

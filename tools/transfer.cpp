@@ -49,6 +49,35 @@ void add_to_option(CLI::App& command, std::string& format) {
       ->type_name("FORMAT");
 }
 
+void LayoutArguments::add_to(CLI::App& command) {
+  command.add_option("--dim", dim_, "Columns of SRC where its format does not tell them: raw, an empty .fvecs")->type_name("D");
+  command.add_option("--offset", offset_, "Bytes before the first row of a raw SRC")->type_name("BYTES");
+}
+
+void LayoutArguments::set(ReadOptions& options, const Location& source) const {
+  if (!offset_.empty() && source.format != Location::Format::kRaw)
+    throw UsageError(fmt::format("--offset is for raw files; SRC is {}", format_name(source.format)));
+  if (!dim_.empty() && (source.format == Location::Format::kNpy || format_has_members(source.format)))
+    throw UsageError(fmt::format("--dim: {} files tell how many columns there are", format_name(source.format)));
+  if (!dim_.empty()) options.dim = parse_count("--dim", dim_);
+  if (!dim_.empty() && options.dim == 0) throw UsageError("--dim: a table needs at least one column");
+  if (!offset_.empty()) options.offset = parse_count("--offset", offset_);
+}
+
+void add_vocabulary_option(CLI::App& command, std::string& vocabulary, const char* help) {
+  command.add_option("--vocab", vocabulary, help)->type_name("FILE");
+}
+
+void check_vocabulary_option(const std::string& vocabulary, bool words) {
+  if (!vocabulary.empty() && !words)
+    throw UsageError("--vocab is for formats with words: word2vec-text, word2vec-binary, glove, fasttext");
+}
+
+Json vocabulary_json(const WordTransfer& words) {
+  if (words.written().empty()) return Json::object();
+  return {{"vocabulary", json_text(words.written().native())}};
+}
+
 void DestinationArguments::add_to(CLI::App& command) {
   command.add_option("--gzip", gzip_, "HDF5, npz: compress with this level, 0 to 9 (default: not compressed)")
       ->type_name("LEVEL");
