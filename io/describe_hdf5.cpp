@@ -87,6 +87,10 @@ Hdf5Dataset describe_dataset(const std::filesystem::path& file, hid_t file_id, c
         out.max_shape.push_back(dim == H5S_UNLIMITED ? Hdf5Dataset::kUnlimited : dim);
     }
   }
+  const hssize_t points = H5Sget_simple_extent_npoints(space.id());
+  // A shape past 64 bits is for whoever reads it to refuse.
+  if (points > 0 && __builtin_mul_overflow(static_cast<std::uint64_t>(points), H5Tget_size(type.id()), &out.bytes))
+    out.bytes = UINT64_MAX;
   describe_layout(properties.id(), out);
   if (out.layout != "virtual") out.stored_bytes = H5Dget_storage_size(dataset.id());
   return out;

@@ -35,6 +35,7 @@ struct Hdf5Dataset {
   std::vector<std::uint64_t> chunk;      // of a chunked one
   std::vector<Hdf5Filter> filters;
   std::vector<std::string> other_files;       // that hold its data (external, virtual), as written in the file
+  std::uint64_t bytes = 0;                    // of all elements, not compressed
   std::optional<std::uint64_t> stored_bytes;  // taken in the file; nothing if the library does not say (virtual)
 
   // Rows of numbers: two dimensions, or one of a one-dimensional array type.

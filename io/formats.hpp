@@ -1,11 +1,51 @@
-// The readers and writers behind open_rows() and create_rows(), one pair a format.
+// The formats behind open_rows(), create_rows() and list_entries(). A format is a file pair with its readers and writers, which
+// declares its functions here, and a line of the registry in formats.cpp.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <memory>
+#include <span>
+#include <string_view>
 
 #include "io/rows.hpp"
 
 namespace embermap {
+
+// What the content of a file says about its format.
+enum class Fit {
+  kNo,
+  kPossible,  // text, or numbers without a mark: its name decides, and this only between formats of the same extension
+  kCertain    // a mark that files of other formats do not have
+};
+
+struct FormatInfo {
+  // The first bytes of a file that `fit` is given, or all of it.
+  static constexpr std::size_t kHeadBytes = 4096;
+
+  Location::Format format;
+  std::string_view name;                       // of --from and --to
+  std::array<std::string_view, 6> extensions;  // lower case, with the dot; the first names it in messages
+  bool members;                                // see format_has_members()
+  bool compresses;
+  Fit (*fit)(const File& file, std::span<const std::byte> head);  // nullptr: kPossible. May read more of the file; may throw
+  std::unique_ptr<RowReader> (*open)(const Location& location, const ReadOptions& options);
+  // nullptr: cannot be written. Sizes and dim are checked before (see create_rows).
+  std::unique_ptr<RowWriter> (*create)(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                       const WriteOptions& options);
+  std::vector<Entry> (*list)(const std::filesystem::path& file);  // nullptr: one array, described by what `open` finds
+};
+
+// All formats, those whose names are tried first first.
+std::span<const FormatInfo> formats();
+// Throws InvalidArgument for one that this build cannot read.
+const FormatInfo& format_info(Location::Format format);
+// The longest of its extensions that `path` ends with, in any case; empty if there is none.
+std::string_view extension_of(const FormatInfo& info, std::string_view path);
+// The first format with the longest extension that `path` ends with; nullptr if there is none.
+const FormatInfo* format_by_name(std::string_view path);
+// The format of a file that is there, see parse_location(); nullptr: neither content nor name tell, or it cannot be opened.
+const FormatInfo* format_by_content(const std::filesystem::path& file);
 
 std::unique_ptr<RowReader> open_npy_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_npy_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
@@ -14,6 +54,36 @@ std::unique_ptr<RowWriter> create_npy_rows(const Location& location, std::uint64
 std::unique_ptr<RowReader> open_hdf5_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_hdf5_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                             const WriteOptions& options);
+
+Fit fit_npy(const File& file, std::span<const std::byte> head);
+Fit fit_hdf5(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_npy(const std::filesystem::path& file);
+std::vector<Entry> list_hdf5(const std::filesystem::path& file);
+
+Fit fit_word2vec_text(const File& file, std::span<const std::byte> head);
+Fit fit_glove(const File& file, std::span<const std::byte> head);
+Fit fit_word2vec_binary(const File& file, std::span<const std::byte> head);
+Fit fit_fasttext(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_fasttext(const std::filesystem::path& file);
+std::unique_ptr<RowReader> open_word2vec_text_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_word2vec_text_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                                     const WriteOptions& options);
+std::unique_ptr<RowReader> open_glove_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_glove_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                             const WriteOptions& options);
+std::unique_ptr<RowReader> open_word2vec_binary_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_word2vec_binary_rows(const Location& location, std::uint64_t rows, std::uint64_t dim,
+                                                       DType dtype, const WriteOptions& options);
+std::unique_ptr<RowReader> open_fasttext_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowReader> open_vecs_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_vecs_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                            const WriteOptions& options);
+std::unique_ptr<RowReader> open_bin_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_bin_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                           const WriteOptions& options);
+std::unique_ptr<RowReader> open_raw_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_raw_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                           const WriteOptions& options);
 
 // Counts rows for a writer: throws InvalidArgument for more than promised, or at the end for fewer.
 class RowCount {

@@ -606,6 +606,24 @@ class Hdf5RowReader final : public RowReader {
 
 }  // namespace
 
+Fit fit_hdf5(const File& file, std::span<const std::byte>) { return has_signature(file) ? Fit::kCertain : Fit::kNo; }
+
+std::vector<Entry> list_hdf5(const std::filesystem::path& path) {
+  std::vector<Entry> out;
+  for (const Hdf5Dataset& dataset : describe_hdf5(path).datasets) {
+    Entry entry;
+    entry.name = dataset.path;
+    entry.shape = dataset.shape;
+    entry.dtype = dataset.dtype;
+    entry.bytes = dataset.bytes;
+    entry.layout = dataset.space == Hdf5Dataset::Space::kNull ? "no data" : dataset.layout;
+    if (!dataset.chunk.empty()) entry.layout += fmt::format(" {}", shape_to_text(dataset.chunk));
+    for (const Hdf5Filter& filter : dataset.filters) entry.layout += fmt::format(", {}", filter.name);
+    out.push_back(std::move(entry));
+  }
+  return out;
+}
+
 std::unique_ptr<RowReader> open_hdf5_rows(const Location& location, const ReadOptions& options) {
   return std::make_unique<Hdf5RowReader>(location, options);
 }

@@ -168,6 +168,30 @@ class NpyRowWriter final : public RowWriter {
 
 }  // namespace
 
+Fit fit_npy(const File&, std::span<const std::byte> head) {
+  constexpr std::string_view kMagic = "\x93NUMPY";
+  return head.size() >= kMagic.size() && std::memcmp(head.data(), kMagic.data(), kMagic.size()) == 0 ? Fit::kCertain : Fit::kNo;
+}
+
+std::vector<Entry> list_npy(const std::filesystem::path& path) {
+  const NpyHeader header = read_npy_header(File::open(path, File::Mode::kRead));
+  const auto dtype_of = [](const std::string& descr) {
+    const auto dtype = dtype_of_npy_descr(descr);
+    return dtype ? std::string(dtype_name(*dtype)) : descr;
+  };
+  const std::string_view order = header.fortran_order ? ", Fortran order" : "";
+  if (header.fields.empty())
+    return {Entry{"", header.shape, dtype_of(header.descr), header.data_bytes(), fmt::format("contiguous{}", order)}};
+  std::vector<Entry> out;
+  for (const NpyField& field : header.fields) {
+    Entry entry{field.name, header.shape, dtype_of(field.descr), checked_mul(header.elements(), field.bytes, field.name),
+                fmt::format("field at byte {} of records of {}{}", field.offset, header.item_bytes, order)};
+    entry.shape.insert(entry.shape.end(), field.shape.begin(), field.shape.end());
+    out.push_back(std::move(entry));
+  }
+  return out;
+}
+
 std::unique_ptr<RowReader> open_npy_rows(const Location& location, const ReadOptions& options) {
   return std::make_unique<NpyRowReader>(location, options);
 }
@@ -177,9 +201,6 @@ std::unique_ptr<RowWriter> create_npy_rows(const Location& location, std::uint64
   if (!location.selector.empty())
     throw InvalidArgument(fmt::format("{}:{}: a field of a .npy file cannot be written alone; leave '{}' out",
                                       printable(location.file), printable(location.selector), printable(location.selector)));
-  if (options.gzip >= 0 || options.chunk_rows > 0)
-    throw InvalidArgument(
-        fmt::format("{}: .npy files are not compressed (gzip and chunk_rows are for HDF5)", printable(location.file)));
   return std::make_unique<NpyRowWriter>(location, rows, dim, dtype, options);
 }
 

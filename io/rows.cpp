@@ -21,27 +21,49 @@
 namespace embermap {
 namespace {
 
-struct Extension {
-  std::string_view text;
-  Location::Format format;
-};
-
-constexpr std::array kExtensions{Extension{".npy", Location::Format::kNpy}, Extension{".h5", Location::Format::kHdf5},
-                                 Extension{".hdf5", Location::Format::kHdf5}, Extension{".he5", Location::Format::kHdf5}};
-
-std::optional<Location::Format> format_of(std::string_view path) {
-  for (const Extension& extension : kExtensions) {
-    if (path.size() < extension.text.size()) continue;
-    const std::string_view end = path.substr(path.size() - extension.text.size());
-    if (std::equal(end.begin(), end.end(), extension.text.begin(), [](unsigned char a, char b) { return std::tolower(a) == b; }))
-      return extension.format;
-  }
-  return std::nullopt;
-}
-
 bool path_exists(const std::filesystem::path& path) {
   std::error_code ignored;
   return std::filesystem::exists(path, ignored);
+}
+
+std::string compressing_formats() {
+  std::string out;
+  for (const FormatInfo& info : formats())
+    if (info.compresses) out += fmt::format("{}{}", out.empty() ? "" : ", ", info.name);
+  return out;
+}
+
+[[noreturn]] void throw_unknown(std::string_view text, bool there) {
+  std::string known;
+  for (const FormatInfo& info : formats())
+    for (const std::string_view extension : info.extensions)
+      if (!extension.empty() && known.find(fmt::format("{},", extension)) == std::string::npos)
+        known += fmt::format("{}, ", extension);
+  known.resize(known.size() - 2);
+  throw InvalidArgument(fmt::format("'{}': {} names no format known here ({})", printable(text),
+                                    there ? "neither its content nor its extension" : "the extension", known));
+}
+
+// By the name alone. Throws InvalidArgument where several formats share it.
+Location::Format format_to_write(std::string_view text, std::string_view path) {
+  const FormatInfo* const named = format_by_name(path);
+  if (named == nullptr) throw_unknown(text, false);
+  const std::string_view extension = extension_of(*named, path);
+  std::string others;
+  const FormatInfo* only = nullptr;
+  std::size_t count = 0;
+  for (const FormatInfo& info : formats()) {
+    if (info.create == nullptr || extension_of(info, path) != extension) continue;
+    // Nearly everything that reads word vectors from text wants the header; GloVe's format is written where it is named.
+    if (info.format == Location::Format::kGlove && extension == ".txt") continue;
+    only = &info;
+    ++count;
+    others += fmt::format("{}{}", others.empty() ? "" : ", ", info.name);
+  }
+  if (count > 1)
+    throw InvalidArgument(fmt::format("'{}': several formats are called {}: say which one with --to (or format=): {}",
+                                      printable(text), extension, others));
+  return only == nullptr ? named->format : only->format;  // that it cannot be written is told when it is to be
 }
 
 // Blocks 0, 1, ... of a copy, in turn. With `ahead`, a thread of its own reads the next one while the caller has one; where the
@@ -122,53 +144,73 @@ class BlockReader {
 
 }  // namespace
 
-Location parse_location(std::string_view text) {
+Location parse_location(std::string_view text, const LocationOptions& options) {
+  using Use = LocationOptions::Use;
   if (text.empty()) throw InvalidArgument("an empty text names no file");
   if (text.find('\0') != std::string_view::npos)
     throw InvalidArgument(fmt::format("'{}' holds a zero byte, which no path can", printable(text)));
-  const auto whole = [&] {
-    const std::optional<Location::Format> format = format_of(text);
-    if (!format) {
-      std::string known;
-      for (const Extension& extension : kExtensions) known += fmt::format("{}{}", known.empty() ? "" : ", ", extension.text);
-      throw InvalidArgument(fmt::format("'{}': the extension names no format known here ({})", printable(text), known));
+  const auto located = [&](std::string_view file, std::string_view selector) -> Location {
+    Location location{std::filesystem::path(file), std::string(selector)};
+    if (options.format) {
+      location.format = *options.format;
+    } else if (options.use == Use::kWrite) {
+      location.format = format_to_write(text, file);
+    } else if (const FormatInfo* info = format_by_content(location.file)) {
+      location.format = info->format;
+    } else if (const FormatInfo* named = format_by_name(file)) {
+      location.format = named->format;
+    } else {
+      throw_unknown(text, path_exists(location.file));
     }
-    return Location{std::filesystem::path(text), {}, *format};
+    return location;
   };
-  if (path_exists(std::filesystem::path(text))) return whole();
+  if (path_exists(std::filesystem::path(text))) return located(text, {});
 
-  std::optional<Location> last;
+  std::optional<std::size_t> last;  // the last ':' that can
   for (std::size_t colon = text.rfind(':'); colon != std::string_view::npos && colon > 0; colon = text.rfind(':', colon - 1)) {
     const std::string_view before = text.substr(0, colon), after = text.substr(colon + 1);
-    const std::optional<Location::Format> format = format_of(before);
-    if (!format) continue;
+    if (format_by_name(before) == nullptr) continue;
     // "dir.h5:2/new.npy": a path, if there is such a directory.
     const std::size_t slash = after.rfind('/');
-    if (slash != std::string_view::npos && format_of(text)) {
+    if (slash != std::string_view::npos && format_by_name(text) != nullptr) {
       std::error_code ignored;
-      if (std::filesystem::is_directory(std::filesystem::path(text.substr(0, colon + 1 + slash)), ignored)) return whole();
+      if (std::filesystem::is_directory(std::filesystem::path(text.substr(0, colon + 1 + slash)), ignored))
+        return located(text, {});
     }
     if (after.empty()) throw InvalidArgument(fmt::format("'{}': nothing after the ':'", printable(text)));
-    Location location{std::filesystem::path(before), std::string(after), *format};
     // "x.h5:/ds:field" and odd names: an existing file decides, else the last ':' that can.
-    if (path_exists(location.file)) return location;
-    if (!last) last = std::move(location);
+    if (path_exists(std::filesystem::path(before))) return located(before, after);
+    if (!last) last = colon;
   }
-  return last ? *last : whole();
+  if (last) return located(text.substr(0, *last), text.substr(*last + 1));
+  // Names without a known extension: the file is there, or its format was named.
+  const std::size_t colon = text.rfind(':');
+  if (colon != std::string_view::npos && colon > 0 && colon + 1 < text.size() && format_by_name(text) == nullptr) {
+    const std::string_view before = text.substr(0, colon), after = text.substr(colon + 1);
+    const bool there = path_exists(std::filesystem::path(before));
+    const bool named = options.format && format_has_members(*options.format);
+    if (named || (there && (options.format || options.use == Use::kRead))) return located(before, after);
+  }
+  return located(text, {});
 }
 
 std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions& options) {
-  return location.format == Location::Format::kNpy ? open_npy_rows(location, options) : open_hdf5_rows(location, options);
+  return format_info(location.format).open(location, options);
 }
 
 std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<DType> to, const ReadOptions& options) {
+  ReadOptions named = options;
+  named.dtype = to;
+  const bool text = location.format == Location::Format::kWord2vecText || location.format == Location::Format::kGlove;
+  if (!options.dtype && to && (location.format == Location::Format::kRaw || (text && to == DType::kFloat64)))
+    return open_rows(location, named);
   if (options.dtype || to != DType::kBFloat16) return open_rows(location, options);
   try {
     return open_rows(location, options);
   } catch (const DTypeError&) {
     std::unique_ptr<RowReader> reader;
     try {
-      reader = open_rows(location, ReadOptions{.dtype = to, .allow_external = options.allow_external});
+      reader = open_rows(location, named);
     } catch (const DTypeError&) {  // the first reason is the one to tell
     }
     if (reader == nullptr) throw;
@@ -183,8 +225,16 @@ std::unique_ptr<RowWriter> create_rows(const Location& location, std::uint64_t r
     throw InvalidArgument(
         fmt::format("{}: gzip level {} is not within 0 .. 9 (-1: no compression)", printable(location.file), options.gzip));
   checked_mul(checked_mul(rows, dim, "elements of the table"), item_size(dtype), "bytes of the table");
-  return location.format == Location::Format::kNpy ? create_npy_rows(location, rows, dim, dtype, options)
-                                                   : create_hdf5_rows(location, rows, dim, dtype, options);
+  const FormatInfo& format = format_info(location.format);
+  if (format.create == nullptr)
+    throw InvalidArgument(fmt::format("{}: {} files are only read here; these can be written: {}", printable(location.file),
+                                      format.name, format_names(/*written=*/true)));
+  if (options.gzip >= 0 && !format.compresses)
+    throw InvalidArgument(fmt::format("{}: {} files are not compressed (gzip is for {})", printable(location.file), format.name,
+                                      compressing_formats()));
+  if (options.chunk_rows > 0 && location.format != Location::Format::kHdf5)
+    throw InvalidArgument(fmt::format("{}: chunk_rows is for HDF5", printable(location.file)));
+  return format.create(location, rows, dim, dtype, options);
 }
 
 void RowCount::add(std::uint64_t count) {

@@ -3,36 +3,92 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/dtype.hpp"
 #include "io/file.hpp"
+#include "io/vocabulary.hpp"
 
 namespace embermap {
 
-// Where rows lie: "x.npy", "x.npy:field", "x.h5:/group/dataset", "x.h5:/dataset:field" (of a compound type). The file is the
-// whole text if that exists, else what stands before the last ':' with a known extension before it (before an earlier such ':' if
-// only that file exists); the rest is the selector. Paths may contain ':' and any bytes but zero; extensions are known in any
-// case.
+// Where rows lie: a file, and the part of it that a selector names: "x.npy", "x.npy:field", "x.npz:member",
+// "x.h5:/group/dataset", "x.h5:/dataset:field" (of a compound type), "x.safetensors:tensor", "x.pt:encoder.weight".
 struct Location {
-  enum class Format { kNpy, kHdf5 };
+  enum class Format {
+    kNpy,
+    kNpz,
+    kHdf5,
+    kSafetensors,
+    kTorch,
+    kWord2vecText,
+    kWord2vecBinary,
+    kGlove,
+    kFastTextBinary,
+    kVecs,  // .fvecs, .bvecs, .ivecs: each row behind its dimension
+    kBin,   // .fbin, .u8bin, .i8bin: rows and dimension, then the rows
+    kRaw
+  };
   std::filesystem::path file;
   std::string selector;
   Format format = Format::kNpy;
 };
 
-// Throws InvalidArgument for an extension that is not known, listing those that are (.npy, .h5, .hdf5, .he5), and for nothing
-// after the ':'.
-Location parse_location(std::string_view text);
+// "npz", "word2vec-text", ...: as --from and --to take it.
+std::string_view format_name(Location::Format format);
+// Throws InvalidArgument listing the names that exist.
+Location::Format parse_format(std::string_view name);
+// "npy, npz, ...", those that can be written or all.
+std::string format_names(bool written);
+// Whether WriteOptions::gzip means something there.
+bool format_compresses(Location::Format format);
+// Whether a selector names one of several things in such a file, which a writer adds to those that are there.
+bool format_has_members(Location::Format format);
+// Whether every row of such a file has a word (io/vocabulary.hpp).
+bool format_has_words(Location::Format format);
+
+struct LocationOptions {
+  enum class Use { kRead, kWrite };
+  std::optional<Location::Format> format = {};  // instead of what content and name tell
+  Use use = Use::kRead;                         // kWrite: the content of a file that will be replaced tells nothing
+};
+
+// The format is `options.format`, else what the content of the file says for certain, else what the extension of its name says
+// (known in any case), where the content may choose between formats that share one. The file is the whole text if that exists,
+// else what stands before the last ':' with a known extension before it (before an earlier such ':' if only that file exists),
+// else what stands before the last ':' if that is a file whose format is given or certain; the rest is the selector. Paths may
+// contain ':' and any bytes but zero. Throws InvalidArgument where no format can be told, listing the extensions that are known;
+// for a name that several formats to write share, with their names; and for nothing after the ':'.
+Location parse_location(std::string_view text, const LocationOptions& options = {});
+
+// One array in a file, found out from headers alone.
+struct Entry {
+  std::string name;  // the selector that opens it; empty: the file holds nothing else
+  std::vector<std::uint64_t> shape;
+  std::string dtype;        // as the format calls it where a table cannot hold it: "complex64"
+  std::uint64_t bytes = 0;  // of the array, not compressed
+  std::string layout;       // "stored", "deflated", "chunked (64, 128), gzip", ...
+};
+
+// What open_rows() could be asked for in this file, in the file's order, and what lies beside it. Throws what opening would.
+std::vector<Entry> list_entries(const std::filesystem::path& file, Location::Format format);
 
 struct ReadOptions {
   // Takes ambiguous bytes (V2, opaque) as this; must otherwise equal the file's dtype (convert after reading).
   std::optional<DType> dtype = {};
   bool allow_external = false;  // HDF5: external raw files and virtual datasets, below the file's own folder
+  // Formats with words (format_has_words()): is given those of the rows that read() is asked for, by the thread that calls it,
+  // before it returns.
+  WordSink words = {};
+  // How many columns; 0: as the file says. Raw files and empty .fvecs need it, GloVe may (where most of its words hold spaces);
+  // other word vectors, .fvecs and .fbin are FormatError where they have others, and formats of arrays do not look at it.
+  std::uint64_t dim = 0;
+  std::uint64_t offset = 0;  // raw files: how many bytes stand before the first row
 };
 
 // Rows 0 .. rows() - 1 of dim() elements. Not thread-safe. Throws IoError, FormatError, DTypeError naming the file and dataset.
@@ -64,13 +120,16 @@ class RowReader {
 std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions& options = {});
 
 // open_rows() for rows that will become `to` (nothing: as they are). Where only a dtype makes sense of the bytes (V2, opaque) and
-// `options` names none, a `to` of bfloat16 names it. Rows that bfloat16 does not explain either are the first DTypeError.
+// `options` names none, a `to` of bfloat16 names it. A `to` names the dtype of raw files, and a `to` of float64 has numbers of
+// text read as such, where `options` names none. Rows that bfloat16 does not explain either are the first DTypeError.
 std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<DType> to, const ReadOptions& options = {});
 
 struct WriteOptions {
   bool overwrite = false;        // of the file, or of the dataset alone if an HDF5 selector names it in a file that exists
   int gzip = -1;                 // HDF5: level 0 - 9 (with shuffle), -1 contiguous without compression
   std::uint64_t chunk_rows = 0;  // HDF5 with gzip: 0 chooses about a MiB; at most the rows there are and 4 GiB
+  // Formats with words: where they come from, called by the thread that calls write(). They need it.
+  WordSource words = {};
 };
 
 // Takes rows in order into a temporary file; finish() completes it under its name. Without finish() nothing is left behind.

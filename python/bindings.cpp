@@ -264,34 +264,69 @@ Table create_table(Store& store, std::string_view name, std::uint64_t rows, std:
   return store.create(name, options);
 }
 
+// What a `format` of Python's names, for parse_location().
+LocationOptions location_options(const std::optional<std::string>& format, LocationOptions::Use use) {
+  return {.format = format ? std::optional(parse_format(*format)) : std::nullopt, .use = use};
+}
+
+std::string text_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+// `vocabulary`: as WordTransfer::Options has it; `beside`: the table, beside which it lies by default.
 Table import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const AnyOptimizer& optimizer,
-                  std::uint64_t page_bytes, std::uint64_t memory, bool allow_external, const nb::object& callback) {
-  const Location location = parse_location({source.c_str(), source.size()});
+                  std::uint64_t page_bytes, std::uint64_t memory, bool allow_external, const std::optional<std::string>& format,
+                  std::uint64_t dim, std::uint64_t offset, const nb::bytes& vocabulary, const nb::bytes& beside,
+                  const nb::object& callback) {
+  const Location location =
+      parse_location({source.c_str(), source.size()}, location_options(format, LocationOptions::Use::kRead));
+  const std::string named = text_of(vocabulary), table_path = text_of(beside);
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
   const nb::gil_scoped_release release;
-  const auto reader = open_rows_as(location, wanted, {.dtype = std::nullopt, .allow_external = allow_external});
+  WordTransfer words({.vocabulary = named,
+                      .source_has_words = format_has_words(location.format),
+                      .source = location.file,
+                      .destination = table_path,
+                      .overwrite = named.empty()});  // one that is there while the table is not was left behind
+  const auto reader = open_rows_as(
+      location, wanted,
+      {.dtype = std::nullopt, .allow_external = allow_external, .words = words.sink(), .dim = dim, .offset = offset});
   TableOptions options;
   options.dtype = wanted.value_or(reader->dtype());
   options.optimizer = optimizer.value;
   options.page_bytes = page_bytes;
   options.memory = memory;
-  return store.import(name, *reader, options, progress);
+  words.begin(reader->rows());
+  const Table table = store.import(name, *reader, options, progress);
+  try {
+    words.finish();
+  } catch (...) {
+    store.remove(name);
+    throw;
+  }
+  return table;
 }
 
 // --- table ----------------------------------------------------------------------------------------------------------
 
 std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::bytes& destination, std::string_view field,
                                                     bool overwrite, const Dtype& dtype, std::optional<int> gzip,
-                                                    const nb::object& callback) {
-  const Location location = parse_location({destination.c_str(), destination.size()});
+                                                    const std::optional<std::string>& format, const nb::bytes& vocabulary,
+                                                    const nb::bytes& beside, const nb::object& callback) {
+  const Location location =
+      parse_location({destination.c_str(), destination.size()}, location_options(format, LocationOptions::Use::kWrite));
+  const std::string named = text_of(vocabulary), table_path = text_of(beside);
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
   const nb::gil_scoped_release release;
   const auto reader = table_rows(table, field);
   const DType to = wanted.value_or(reader->dtype());
-  const auto writer =
-      create_rows(location, reader->rows(), reader->dim(), to, {.overwrite = overwrite, .gzip = gzip.value_or(-1)});
+  WordTransfer words({.vocabulary = named,
+                      .destination_has_words = format_has_words(location.format),
+                      .source = table_path,
+                      .destination = location.file});
+  words.begin(reader->rows());
+  const auto writer = create_rows(location, reader->rows(), reader->dim(), to,
+                                  {.overwrite = overwrite, .gzip = gzip.value_or(-1), .words = words.source()});
   const ConversionReport report = copy_rows(*reader, *writer, to, kTransferBytes, progress);
   writer->finish();
   return {report.became_infinite, report.became_zero};
@@ -621,7 +656,7 @@ void bind_table(nb::module_& m) {
       .def("accept", &accept, "progress"_a.none())
       .def("repair_from", &repair_from, "backup"_a, "progress"_a.none())
       .def("export", &export_rows, "destination"_a, "field"_a, "overwrite"_a, "dtype"_a.none(), "gzip"_a.none(),
-           "progress"_a.none())
+           "format"_a.none(), "vocabulary"_a, "beside"_a, "progress"_a.none())
       .def("stats", &stats_of)
       .def("counters", &counters_of);
 }
@@ -663,7 +698,7 @@ void bind_store(nb::module_& m) {
       .def("create", &create_table, "name"_a, "rows"_a, "dim"_a, "dtype"_a, "optimizer"_a.none(), "init"_a, "seed"_a,
            "page_bytes"_a, "memory"_a)
       .def("import_file", &import_file, "name"_a, "source"_a, "dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a, "memory"_a,
-           "allow_external"_a, "progress"_a.none())
+           "allow_external"_a, "format"_a.none(), "dim"_a, "offset"_a, "vocabulary"_a, "beside"_a, "progress"_a.none())
       .def(
           "adopt",
           [](Store& s, std::string_view name, const std::filesystem::path& file, bool writable, const Dtype& dtype) {
@@ -732,10 +767,10 @@ NB_MODULE(_core, m) {
   m.def("format_size", &format_size, "bytes"_a);
   m.def(
       "location_file",
-      [](const nb::bytes& location) {
-        return parse_location({location.c_str(), location.size()}).file;
+      [](const nb::bytes& location, const std::optional<std::string>& format) {
+        return parse_location({location.c_str(), location.size()}, location_options(format, LocationOptions::Use::kWrite)).file;
       },
-      "location"_a);
+      "location"_a, "format"_a.none());
   m.def("is_store", &is_store, nb::sig("def is_store(path: str | os.PathLike[str]) -> bool"), "path"_a, Release());
   bind_options(m);
   bind_table(m);

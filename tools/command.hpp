@@ -45,6 +45,7 @@ void finish_command(CLI::App& command, Common& common, Action& chosen, const std
 void add_create(CLI::App& app, Common& common, Action& chosen);
 void add_commits(CLI::App& app, Common& common, Action& chosen);
 void add_info(CLI::App& app, Common& common, Action& chosen);
+void add_ls(CLI::App& app, Common& common, Action& chosen);
 void add_import(CLI::App& app, Common& common, Action& chosen);
 void add_export(CLI::App& app, Common& common, Action& chosen);
 void add_convert(CLI::App& app, Common& common, Action& chosen);

@@ -15,15 +15,16 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string source, destination, dtype, source_dtype;
+  std::string source, destination, from, to, dtype, source_dtype, vocabulary;
+  LayoutArguments layout;
   DestinationArguments output;
   bool allow_external = false;
 };
 
 int convert(const Arguments& arguments, const Common& common) {
-  const Location source = parse_location_option("SRC", arguments.source);
-  const Location destination = parse_location_option("DST", arguments.destination);
-  const WriteOptions options = arguments.output.options(destination);
+  const Location source = parse_source("SRC", arguments.source, arguments.from);
+  const Location destination = parse_destination("DST", arguments.destination, arguments.to);
+  WriteOptions options = arguments.output.options(destination);
   std::optional<DType> to, as;
   if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
   if (!arguments.source_dtype.empty()) as = parse_dtype_option("--source-dtype", arguments.source_dtype);
@@ -32,7 +33,18 @@ int convert(const Arguments& arguments, const Common& common) {
   require_regular_file(source.file);
   check_destination(destination, source.file, options.overwrite);
   check_source_is_whole(source, common.memory / 4);
-  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, {.dtype = as, .allow_external = arguments.allow_external});
+  check_vocabulary_option(arguments.vocabulary, format_has_words(source.format) || format_has_words(destination.format));
+  WordTransfer words({.vocabulary = arguments.vocabulary,
+                      .source_has_words = format_has_words(source.format),
+                      .destination_has_words = format_has_words(destination.format),
+                      .source = source.file,
+                      .destination = destination.file,
+                      .overwrite = options.overwrite});
+  ReadOptions reading{.dtype = as, .allow_external = arguments.allow_external, .words = words.sink()};
+  arguments.layout.set(reading, source);
+  options.words = words.source();
+  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, reading);
+  words.begin(reader->rows());
   TransferResult result{.source = arguments.source,
                         .destination = arguments.destination,
                         .rows = reader->rows(),
@@ -46,10 +58,16 @@ int convert(const Arguments& arguments, const Common& common) {
     ProgressLine line("convert", result.dim * item_size(result.to), common.quiet);
     result.report = copy_rows(*reader, *writer, result.to, copy_memory(*reader, result.to, common.memory, 2), line.callback());
     check_interrupt();
-    writer->finish();
+    words.finish();
+    try {
+      writer->finish();
+    } catch (...) {
+      words.withdraw();
+      throw;
+    }
   }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  print_transfer(common, result);
+  print_transfer(common, result, vocabulary_json(words));
   return kDone;
 }
 
@@ -58,20 +76,29 @@ int convert(const Arguments& arguments, const Common& common) {
 void add_convert(CLI::App& app, Common& common, Action& chosen) {
   auto* command = app.add_subcommand("convert", "Copy rows from file to file, without a store");
   auto arguments = std::make_shared<Arguments>();
-  command->add_option("SRC", arguments->source, "x.npy, x.npy:field or x.h5:/path/to/dataset")->required();
-  command->add_option("DST", arguments->destination, "x.npy or x.h5:/path/to/dataset")->required();
+  command->add_option("SRC", arguments->source, kSourceHelp)->required();
+  command->add_option("DST", arguments->destination, kDestinationHelp)->required();
+  add_from_option(*command, arguments->from);
+  add_to_option(*command, arguments->to);
   command
       ->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even); bfloat16 also names bytes the file cannot name")
       ->type_name("NAME");
   command->add_option("--source-dtype", arguments->source_dtype, "What ambiguous bytes of SRC are (V2, opaque)")
       ->type_name("NAME");
+  arguments->layout.add_to(*command);
+  add_vocabulary_option(*command, arguments->vocabulary,
+                        "The words of the rows, one a line: written for SRC with words, read for DST with words alone (default "
+                        "SRC.vocab.txt or DST.vocab.txt); 'none': not written, or the numbers of the rows");
   arguments->output.add_to(*command);
   command->add_flag("--allow-external", arguments->allow_external,
                     "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
   finish_command(*command, common, chosen,
                  "  embermap convert vectors.npy vectors.h5:/vectors --gzip 4\n"
                  "  embermap convert model.h5:/embeddings/words words.npy --dtype float16\n"
-                 "  embermap convert tables/items.npy:weight weight.npy",
+                 "  embermap convert tables/items.npy:weight weight.npy\n"
+                 "  embermap convert glove.6B.100d.txt vectors.npy\n"
+                 "  embermap convert vectors.npy vectors.bin --to word2vec-binary --vocab words.txt\n"
+                 "  embermap convert vectors.raw vectors.npy --source-dtype float32 --dim 128",
                  [arguments](const Common& c) { return convert(*arguments, c); });
 }
 

@@ -18,7 +18,7 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string table, destination, dtype;
+  std::string table, destination, to, dtype, vocabulary;
   DestinationArguments output;
   bool accept_unclean = false;
 };
@@ -39,8 +39,8 @@ Store open_within(const std::filesystem::path& path, const Common& common, bool 
 
 int export_table(const Arguments& arguments, const Common& common) {
   const TablePath path = parse_table_path(arguments.table, /*with_field=*/true);
-  const Location destination = parse_location_option("DST", arguments.destination);
-  const WriteOptions options = arguments.output.options(destination);
+  const Location destination = parse_destination("DST", arguments.destination, arguments.to);
+  WriteOptions options = arguments.output.options(destination);
   std::optional<DType> to;
   if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
 
@@ -52,6 +52,13 @@ int export_table(const Arguments& arguments, const Common& common) {
                                       printable(path.text())));
   check_destination(destination, {}, options.overwrite);
   const std::unique_ptr<RowReader> reader = table_rows(table, path.field);
+  check_vocabulary_option(arguments.vocabulary, format_has_words(destination.format));
+  WordTransfer words({.vocabulary = arguments.vocabulary,
+                      .destination_has_words = format_has_words(destination.format),
+                      .source = path.store / path.table,
+                      .destination = destination.file});
+  words.begin(reader->rows());
+  options.words = words.source();
   TransferResult result{.source = arguments.table,
                         .destination = arguments.destination,
                         .rows = reader->rows(),
@@ -78,8 +85,12 @@ void add_export(CLI::App& app, Common& common, Action& chosen) {
   auto* command = app.add_subcommand("export", "Write the rows of a table, or of one field of it, to a file");
   auto arguments = std::make_shared<Arguments>();
   command->add_option("TABLE", arguments->table, "STORE/TABLE, or STORE/TABLE:field for the state of its optimizer")->required();
-  command->add_option("DST", arguments->destination, "x.npy or x.h5:/path/to/dataset")->required();
+  command->add_option("DST", arguments->destination, kDestinationHelp)->required();
+  add_to_option(*command, arguments->to);
   command->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even)")->type_name("NAME");
+  add_vocabulary_option(*command, arguments->vocabulary,
+                        "The words of the rows for a DST with words, one a line (default STORE/TABLE.vocab.txt); 'none': the "
+                        "numbers of the rows");
   arguments->output.add_to(*command);
   command->add_flag("--accept-unclean", arguments->accept_unclean,
                     "Take rows as they are after a session that ended without commit");
@@ -88,7 +99,8 @@ void add_export(CLI::App& app, Common& common, Action& chosen) {
   finish_command(*command, common, chosen,
                  "  embermap export tables/items items.npy\n"
                  "  embermap export tables/items:sum state.h5:/items/sum --gzip 4\n"
-                 "  embermap export tables/items small.npy --dtype float16 --overwrite",
+                 "  embermap export tables/items small.npy --dtype float16 --overwrite\n"
+                 "  embermap export tables/words words.vec --vocab words.txt",
                  [arguments](const Common& c) { return export_table(*arguments, c); });
 }
 

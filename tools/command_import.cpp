@@ -20,7 +20,8 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string source, table, field, dtype, source_dtype, page_size = "4KiB";
+  std::string source, table, from, field, dtype, source_dtype, vocabulary, page_size = "4KiB";
+  LayoutArguments layout;
   OptimizerArguments optimizer;
   bool in_place = false, read_only = false, allow_external = false;
 };
@@ -31,7 +32,7 @@ std::optional<DType> optional_dtype(std::string_view option, const std::string& 
 }
 
 Location source_location(const Arguments& arguments) {
-  Location source = parse_location_option("SRC", arguments.source);
+  Location source = parse_source("SRC", arguments.source, arguments.from);
   if (arguments.field.empty()) return source;
   if (!source.selector.empty() && source.selector != arguments.field)
     throw UsageError(
@@ -48,6 +49,7 @@ Json result_json(const Common& common, const TablePath& path, const Table& table
 }
 
 int adopt(const Arguments& arguments, const Common& common, const Location& source, const TablePath& path) {
+  if (!arguments.vocabulary.empty()) throw UsageError("--vocab: a .npy file, used in place, has no words");
   if (source.format != Location::Format::kNpy) throw UsageError("--in-place takes a .npy file; others are imported as a copy");
   if (!source.selector.empty()) throw UsageError("--in-place takes a whole .npy file, not a field of one");
   if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
@@ -90,7 +92,17 @@ int import(const Arguments& arguments, const Common& common) {
   const auto begin = std::chrono::steady_clock::now();
   require_regular_file(source.file);
   check_source_is_whole(source, common.memory / 4);
-  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, {.dtype = as, .allow_external = arguments.allow_external});
+  check_vocabulary_option(arguments.vocabulary, format_has_words(source.format));
+  // The vocabulary in the store is the table's: one that is there while the table is not was left behind.
+  const WordTransfer::Options of_words{.vocabulary = arguments.vocabulary,
+                                       .source_has_words = format_has_words(source.format),
+                                       .source = source.file,
+                                       .destination = path.store / path.table,
+                                       .overwrite = arguments.vocabulary.empty()};
+  std::optional<WordTransfer> words(std::in_place, of_words);
+  ReadOptions reading{.dtype = as, .allow_external = arguments.allow_external, .words = words->sink()};
+  arguments.layout.set(reading, source);
+  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, reading);
   options.rows = reader->rows();
   options.dim = reader->dim();
   options.dtype = to.value_or(reader->dtype());
@@ -109,6 +121,10 @@ int import(const Arguments& arguments, const Common& common) {
   opening.memory /= 2;
   NewTable destination(path, opening);
   check_free_space(path.store, path.store / (path.table + ".npy"), geometry.file_bytes());
+  // Half of a vocabulary in the store's directory goes before that does, where this fails.
+  const std::unique_ptr<std::optional<WordTransfer>, void (*)(std::optional<WordTransfer>*)> words_end(
+      &words, [](std::optional<WordTransfer>* w) { w->reset(); });
+  words->begin(reader->rows());
   Json extra;
   {
     ProgressLine line("import " + path.table, reader->dim() * item_size(options.dtype), common.quiet);
@@ -116,8 +132,15 @@ int import(const Arguments& arguments, const Common& common) {
     extra = result_json(common, path, table);
   }
   extra["in_place"] = false;
+  extra.update(vocabulary_json(*words));
   result.report = converted.report();
-  destination.keep();
+  words->finish();
+  try {
+    destination.keep();
+  } catch (...) {
+    words->withdraw();
+    throw;
+  }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   print_transfer(common, result, extra);
   return kDone;
@@ -128,9 +151,10 @@ int import(const Arguments& arguments, const Common& common) {
 void add_import(CLI::App& app, Common& common, Action& chosen) {
   auto* command = app.add_subcommand("import", "Make a table from the rows of a file");
   auto arguments = std::make_shared<Arguments>();
-  command->add_option("SRC", arguments->source, "x.npy, x.npy:field or x.h5:/path/to/dataset")->required();
+  command->add_option("SRC", arguments->source, kSourceHelp)->required();
   command->add_option("TABLE", arguments->table, "STORE/TABLE, which must not exist; the store is made if it is not there")
       ->required();
+  add_from_option(*command, arguments->from);
   command->add_option("--field", arguments->field, "The field of a structured SRC, as x.npy:field")->type_name("NAME");
   command
       ->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even); bfloat16 also names bytes the file cannot name")
@@ -143,11 +167,15 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
   command->add_flag("--read-only", arguments->read_only, "With --in-place: never write to the file");
   command->add_flag("--allow-external", arguments->allow_external,
                     "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
+  arguments->layout.add_to(*command);
+  add_vocabulary_option(*command, arguments->vocabulary,
+                        "Where the words of SRC are written, one a line (default STORE/TABLE.vocab.txt); 'none': nowhere");
   arguments->optimizer.add_to(*command);
   add_store_options(*command, common);
   finish_command(*command, common, chosen,
                  "  embermap import vectors.npy tables/items --optimizer adagrad --lr 0.05\n"
                  "  embermap import model.h5:/embeddings/words tables/words --dtype float16\n"
+                 "  embermap import glove.6B.100d.txt tables/glove\n"
                  "  embermap import huge.npy tables/huge --in-place --read-only",
                  [arguments](const Common& c) { return import(*arguments, c); });
 }

@@ -1,5 +1,6 @@
 // embermap materialize, recover, resize, remove: one call each.
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <exception>
 #include <functional>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "io/vocabulary.hpp"
 #include "store/store.hpp"
 #include "tools/arguments.hpp"
 #include "tools/command.hpp"
@@ -180,6 +182,9 @@ int remove(const Arguments& arguments, const Common& common) {
   }
   store.remove(path.table);
   store.close();
+  // The words of its rows, which an import has put beside it.
+  const std::filesystem::path vocabulary = vocabulary_beside(path.store / path.table);
+  if (unlink(vocabulary.c_str()) != 0 && errno != ENOENT) throw IoError(errno, "unlink", vocabulary);
   if (common.json)
     print_json(json);
   else if (!common.quiet)
@@ -227,8 +232,8 @@ void add_resize(CLI::App& app, Common& common, Action& chosen) {
 }
 
 void add_remove(CLI::App& app, Common& common, Action& chosen) {
-  add_command(app, common, chosen, "remove", "Delete a table and its files; a file used in place stays", "STORE/TABLE",
-              "  embermap remove tables/items", std::make_shared<Arguments>(), remove);
+  add_command(app, common, chosen, "remove", "Delete a table and its files, its vocabulary too; a file used in place stays",
+              "STORE/TABLE", "  embermap remove tables/items", std::make_shared<Arguments>(), remove);
 }
 
 }  // namespace embermap::tools

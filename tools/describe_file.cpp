@@ -202,11 +202,4 @@ std::string file_text(const Json& description) {
   return description["kind"] == "npy" ? npy_text(description) : hdf5_text(description);
 }
 
-std::vector<std::string> hdf5_dataset_names(const std::filesystem::path& file) {
-  std::vector<std::string> names;
-  if (!is_hdf5(file)) return names;
-  for (const Hdf5Dataset& dataset : describe_hdf5(file).datasets) names.push_back(dataset.path);
-  return names;
-}
-
 }  // namespace embermap::tools

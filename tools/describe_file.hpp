@@ -3,7 +3,6 @@
 
 #include <filesystem>
 #include <string>
-#include <vector>
 
 #include "tools/command.hpp"
 
@@ -15,8 +14,5 @@ Json describe_file(const std::filesystem::path& file, const std::string& selecto
 
 // The same for people: aligned lines.
 std::string file_text(const Json& description);
-
-// Paths of all datasets of an HDF5 file, sorted; empty if the file is no HDF5 file.
-std::vector<std::string> hdf5_dataset_names(const std::filesystem::path& file);
 
 }  // namespace embermap::tools

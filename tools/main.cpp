@@ -32,7 +32,8 @@ namespace {
 constexpr const char* kOverview =
     R"(Tables of embeddings in memory-mapped files: made, inspected, and turned from and into files of other programs.
 
-Paths: a table is STORE/TABLE (a directory and a name); rows of other programs are x.npy, x.npy:field, x.h5:/path/to/dataset.)";
+Paths: a table is STORE/TABLE (a directory and a name); rows of other programs are x.npy, x.npy:field,
+x.h5:/path/to/dataset and the like (`embermap ls FILE`).)";
 
 std::string help_hint(const CLI::App& app) {
   const auto chosen = app.get_subcommands();
@@ -64,6 +65,7 @@ int run(int argc, char** argv) {
   Action action;
   add_create(app, common, action);
   add_info(app, common, action);
+  add_ls(app, common, action);
   add_commits(app, common, action);
   add_import(app, common, action);
   add_export(app, common, action);

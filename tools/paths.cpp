@@ -15,7 +15,6 @@
 #include "store/store.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
-#include "tools/describe_file.hpp"
 
 namespace embermap::tools {
 namespace {
@@ -50,6 +49,20 @@ std::filesystem::path store_of(const std::filesystem::path& file) {
   const std::string name = real.filename().native();
   const bool table = real.extension() == ".npy" && is_there(std::filesystem::path(real).replace_extension(".pages"));
   return table || name == "embermap.json" || name == "LOCK" || real.extension() == ".pages" ? store : std::filesystem::path{};
+}
+
+Location parse_with(std::string_view option, const std::string& text, std::string_view format_option, const std::string& format,
+                    LocationOptions options) {
+  try {
+    if (!format.empty()) options.format = parse_format(format);
+  } catch (const InvalidArgument& error) {
+    throw UsageError(fmt::format("{}: {}", format_option, error.what()));
+  }
+  try {
+    return parse_location(text, options);
+  } catch (const InvalidArgument& error) {
+    throw UsageError(fmt::format("{}: {}", option, error.what()));
+  }
 }
 
 }  // namespace
@@ -109,12 +122,12 @@ TablePath find_store_or_table(const std::string& text) {
   throw NotFound(fmt::format("{}: there is neither a store nor a table of one", printable(text)));
 }
 
-Location parse_location_option(std::string_view option, const std::string& text) {
-  try {
-    return parse_location(text);
-  } catch (const InvalidArgument& error) {
-    throw UsageError(fmt::format("{}: {}", option, error.what()));
-  }
+Location parse_source(std::string_view option, const std::string& text, const std::string& format) {
+  return parse_with(option, text, "--from", format, {});
+}
+
+Location parse_destination(std::string_view option, const std::string& text, const std::string& format) {
+  return parse_with(option, text, "--to", format, {.format = {}, .use = LocationOptions::Use::kWrite});
 }
 
 void require_regular_file(const std::filesystem::path& file) {
@@ -146,24 +159,27 @@ void check_destination(const Location& destination, const std::filesystem::path&
   if (const auto store = store_of(file); !store.empty())
     throw InvalidArgument(fmt::format("{} is a file of the store {}; it is not replaced", printable(file), printable(store)));
   refuse_inside_store();
-  const bool hdf5 = destination.format == Location::Format::kHdf5;
-  if (hdf5 && !destination.selector.empty()) return;  // adds to the file, or replaces the one dataset: the writer looks
+  const bool members = format_has_members(destination.format);
+  if (members && !destination.selector.empty()) return;  // adds to the file, or replaces the one named: the writer looks
   if (!overwrite) {
     if (!source.empty() && same_file(file, source))
       throw AlreadyExists(
           fmt::format("{} is the source itself; with --overwrite it is replaced when the new file is complete", printable(file)));
     throw AlreadyExists(fmt::format("{} already exists; --overwrite replaces it", printable(file)));
   }
-  if (!hdf5) return;
+  if (!members) return;
   std::vector<std::string> lost;
   try {
-    lost = hdf5_dataset_names(file);
-  } catch (const FormatError&) {  // broken: nobody could read its datasets
+    const Location there = parse_location(file.native());
+    if (format_has_members(there.format))
+      for (const Entry& entry : list_entries(file, there.format)) lost.push_back(entry.name);
+  } catch (const FormatError&) {  // broken: nobody could read what it holds
+  } catch (const InvalidArgument&) {
   }
   if (lost.size() <= 1) return;
   const std::size_t shown = std::min<std::size_t>(5, lost.size());
   throw InvalidArgument(
-      fmt::format("{} holds {} datasets ({}{}), which would be lost with the file; name the one to replace, as in {}:{}",
+      fmt::format("{} holds {} arrays ({}{}), which would be lost with the file; name the one to replace, as in {}:{}",
                   printable(file), lost.size(), fmt::join(lost.begin(), lost.begin() + static_cast<std::ptrdiff_t>(shown), ", "),
                   lost.size() > shown ? ", ..." : "", printable(file), printable(lost.front())));
 }

@@ -31,8 +31,10 @@ std::filesystem::path store_around(const std::filesystem::path& path);
 // True if there is a store; throws IoError if that cannot be told ("Permission denied").
 bool store_at(const std::filesystem::path& path);
 
-// parse_location with what is wrong about the text as UsageError.
-Location parse_location_option(std::string_view option, const std::string& text);
+// parse_location with what is wrong about the text as UsageError. `format`: what --from or --to names, empty where it is to be
+// told by the file.
+Location parse_source(std::string_view option, const std::string& text, const std::string& format);
+Location parse_destination(std::string_view option, const std::string& text, const std::string& format);
 
 // Throws IoError (nothing there, no permission, a directory) or FormatError (FIFO, device, socket) unless `file` is a regular
 // file. Does not open it, so it cannot hang.

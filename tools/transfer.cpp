@@ -38,16 +38,58 @@ std::uint64_t copy_memory(const RowReader& reader, DType to, std::uint64_t memor
   return std::max(memory / share, std::min(memory, row));
 }
 
+void add_from_option(CLI::App& command, std::string& format) {
+  command
+      .add_option("--from", format, fmt::format("Format of SRC where its content and name do not tell: {}", format_names(false)))
+      ->type_name("FORMAT");
+}
+
+void add_to_option(CLI::App& command, std::string& format) {
+  command.add_option("--to", format, fmt::format("Format of DST where its name does not tell: {}", format_names(true)))
+      ->type_name("FORMAT");
+}
+
+void LayoutArguments::add_to(CLI::App& command) {
+  command.add_option("--dim", dim_, "Columns of SRC where its format does not tell them: raw, an empty .fvecs")->type_name("D");
+  command.add_option("--offset", offset_, "Bytes before the first row of a raw SRC")->type_name("BYTES");
+}
+
+void LayoutArguments::set(ReadOptions& options, const Location& source) const {
+  if (!offset_.empty() && source.format != Location::Format::kRaw)
+    throw UsageError(fmt::format("--offset is for raw files; SRC is {}", format_name(source.format)));
+  if (!dim_.empty() && (source.format == Location::Format::kNpy || format_has_members(source.format)))
+    throw UsageError(fmt::format("--dim: {} files tell how many columns there are", format_name(source.format)));
+  if (!dim_.empty()) options.dim = parse_count("--dim", dim_);
+  if (!dim_.empty() && options.dim == 0) throw UsageError("--dim: a table needs at least one column");
+  if (!offset_.empty()) options.offset = parse_count("--offset", offset_);
+}
+
+void add_vocabulary_option(CLI::App& command, std::string& vocabulary, const char* help) {
+  command.add_option("--vocab", vocabulary, help)->type_name("FILE");
+}
+
+void check_vocabulary_option(const std::string& vocabulary, bool words) {
+  if (!vocabulary.empty() && !words)
+    throw UsageError("--vocab is for formats with words: word2vec-text, word2vec-binary, glove, fasttext");
+}
+
+Json vocabulary_json(const WordTransfer& words) {
+  if (words.written().empty()) return Json::object();
+  return {{"vocabulary", json_text(words.written().native())}};
+}
+
 void DestinationArguments::add_to(CLI::App& command) {
-  command.add_option("--gzip", gzip_, "HDF5: compress with this level, 0 to 9 (default: contiguous, not compressed)")
+  command.add_option("--gzip", gzip_, "HDF5, npz: compress with this level, 0 to 9 (default: not compressed)")
       ->type_name("LEVEL");
-  command.add_flag("--overwrite", overwrite_, "Replace DST if it exists (HDF5: the dataset named), when the new one is complete");
+  command.add_flag("--overwrite", overwrite_,
+                   "Replace DST if it exists (the dataset, member or tensor named), when the new one is complete");
 }
 
 WriteOptions DestinationArguments::options(const Location& destination) const {
   WriteOptions options{.overwrite = overwrite_};
   if (gzip_.empty()) return options;
-  if (destination.format != Location::Format::kHdf5) throw UsageError("--gzip needs an HDF5 file as DST");
+  if (!format_compresses(destination.format))
+    throw UsageError(fmt::format("--gzip: {} files are not compressed here", format_name(destination.format)));
   const std::uint64_t level = parse_count("--gzip", gzip_);
   if (level > 9) throw UsageError(fmt::format("--gzip: level {} is not in 0 to 9", level));
   options.gzip = static_cast<int>(level);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "io/rows.hpp"
+#include "io/vocabulary.hpp"
 #include "tools/command.hpp"
 
 namespace embermap::tools {
@@ -27,6 +28,30 @@ class ConvertingReader final : public RowReader {
   std::vector<std::byte> buffer_;
   ConversionReport report_;
 };
+
+inline constexpr const char* kSourceHelp =
+    "x.npy, x.npy:field, x.h5:/path/to/dataset, ... (`embermap ls FILE` shows what a file holds)";
+inline constexpr const char* kDestinationHelp = "x.npy, x.h5:/path/to/dataset, ...";
+
+// --from and --to, for parse_source() and parse_destination().
+void add_from_option(CLI::App& command, std::string& format);
+void add_to_option(CLI::App& command, std::string& format);
+
+// --dim and --offset: what raw files cannot tell.
+class LayoutArguments {
+ public:
+  void add_to(CLI::App& command);
+  void set(ReadOptions& options, const Location& source) const;  // throws UsageError
+
+ private:
+  std::string dim_, offset_;
+};
+
+void add_vocabulary_option(CLI::App& command, std::string& vocabulary, const char* help);  // --vocab
+// Throws UsageError for a --vocab that nothing needs.
+void check_vocabulary_option(const std::string& vocabulary, bool words);
+// {"vocabulary": path} where one was written, for print_transfer().
+Json vocabulary_json(const WordTransfer& words);
 
 // --gzip and --overwrite.
 class DestinationArguments {

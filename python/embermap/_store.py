@@ -319,9 +319,16 @@ class Store:
         page_bytes: int | str = 4096,
         memory: int | str | None = None,
         allow_external: bool = False,
+        format: str | None = None,  # noqa: A002
+        dim: int | None = None,
+        offset: int = 0,
+        vocab: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Table:
         """Make a table with the rows of a file: "x.npy", "x.npy:field", "x.h5:/path/to/dataset".
+
+        docs/formats.md has all formats. Those with words (word2vec, GloVe, fastText) have them
+        written to a vocabulary, one a line, where `Table.export` finds them.
 
         Nobody sees the table before it is complete; on failure nothing is left. Memory stays
         small whatever the file's size.
@@ -334,12 +341,17 @@ class Store:
             optimizer: one of `embermap.optim`; its state begins as in a new table.
             page_bytes, memory: as for create.
             allow_external: let an HDF5 file refer to raw files in its own folder.
+            format: the file's, where content and name do not tell: "glove", "raw", ...
+            dim, offset: columns, and bytes before the first row, of raw files; `dtype` is theirs.
+            vocab: where words go; None: STORE/NAME.vocab.txt, "none": nowhere.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables: they wait for this call to end.
 
         Raises: FileNotFoundError, FormatError, NotFoundError (no such dataset), TypeError (dtype
         that does not fit), FileExistsError (table), OSError.
         """
+        if dim is not None and _checks.integer(dim, "dim") == 0:
+            raise ValueError("dim must be at least 1")
         handle = self._live.import_file(
             _table_name(name),
             os.fsencode(src),
@@ -348,6 +360,11 @@ class Store:
             _checks.size(page_bytes, "page_bytes"),
             _table_memory(memory),
             bool(allow_external),
+            None if format is None else str(format),
+            0 if dim is None else _checks.integer(dim, "dim"),
+            _checks.integer(offset, "offset"),
+            b"" if vocab is None else os.fsencode(vocab),
+            os.fsencode(self.path / name),
             progress,
         )
         return Table(self, handle)

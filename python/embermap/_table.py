@@ -642,9 +642,11 @@ class Table:
         overwrite: bool = False,
         dtype: Any = None,
         gzip: int | None = None,
+        format: str | None = None,  # noqa: A002
+        vocab: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> dict[str, int]:
-        """Write a field to a file of its own: "x.npy", or a dataset of HDF5, "x.h5:/path".
+        """Write a field to a file of its own: "x.npy", "x.h5:/path", "x.vec" (docs/formats.md).
 
         The file appears under its name when it is complete.
 
@@ -654,6 +656,9 @@ class Table:
             overwrite: replace what is there (otherwise FileExistsError).
             dtype: convert to this dtype; None keeps the field's.
             gzip: compression level 0 to 9, HDF5 only; None writes contiguous.
+            format: the file's, where its name does not tell: "glove", "word2vec-binary", ...
+            vocab: the words of the rows, one a line, for formats with words; None:
+                STORE/NAME.vocab.txt, as import_file leaves it; "none": the numbers of the rows.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables, which may wait for this call to end.
 
@@ -666,9 +671,14 @@ class Table:
             gzip = _checks.integer(gzip, "gzip", most=9)
         core = self._live
         location = os.fsencode(dst)
-        self._store._check_outside(_core.location_file(location))
+        kind = None if format is None else str(format)
+        self._store._check_outside(_core.location_file(location, kind))
         wanted = None if dtype is None else _dtypes.dtype_name(dtype)
-        infinite, zero = core.export(location, field, bool(overwrite), wanted, gzip, progress)
+        words = b"" if vocab is None else os.fsencode(vocab)
+        beside = os.fsencode(self._store.path / self._name)
+        infinite, zero = core.export(
+            location, field, bool(overwrite), wanted, gzip, kind, words, beside, progress
+        )
         if infinite:
             warnings.warn(
                 f"{infinite} values of table {self._name!r} became infinite in {wanted}",

@@ -309,8 +309,78 @@ def make_log() -> None:
     save("log", "ends_of_ranges", log([None, end], 4000, []))
 
 
+def make_text_vectors() -> None:
+    header, plain = b"\0", b"\1"  # and with 2 more: as float64
+    save("text_vectors", "word2vec", header + b"3 2\nthe 0.5 -1\nof 1e-3 +2\n</s> nan inf\n")
+    save("text_vectors", "crlf", header + b"2 2\r\na 1 2 \r\nb\t3  4\r\n\r\n")
+    save("text_vectors", "no_rows", header + b"0 3\n")
+    save("text_vectors", "more", header + b"1 1\na 1\nb 2\n")
+    save("text_vectors", "huge", header + b"1000000000000 18446744073709551615\na 1\n")
+    save("text_vectors", "range", b"\2" + b"1 4\nw 1e308 1e-400 -0 1e99999999999999999999\n")
+    save("text_vectors", "glove", plain + b"the 1 2\n. . . 3 4\nat a@b 5 6\n 7 8\n1 9 10")
+    save("text_vectors", "glove64", b"\3" + b"\xff\xc3 0.1 2.5\nsame 1 1\nsame 2 2\n")
+    save("text_vectors", "columns", plain + b"a 1 2\nb 1\nc 1 2 3\n")
+
+
+def make_word2vec_binary() -> None:
+    rows = [(b"the", (1, 2)), (b"", (0.5, -3)), (b"\xff\xe9", (1e30, 0))]
+    for name, end in ("plain", b""), ("newlines", b"\n"):
+        body = b"".join(word + b" " + struct.pack("<2f", *row) + end for word, row in rows)
+        save("word2vec_binary", name, b"3 2\n" + body)
+        save("word2vec_binary", name + "_cut", b"4 2\n" + body)
+        save("word2vec_binary", name + "_more", b"2 2\n" + body)
+    save("word2vec_binary", "no_rows", b"0 5\n")
+    save("word2vec_binary", "huge", b"1152921504606846976 4\nw 0123456789abcdef")
+
+
+def fasttext(labels: int = 0, loss: int = 2, version: int = 12, quantized: bool = False) -> bytes:
+    words = [b"</s>", b"caf\xc3\xa9", b"\xff"]
+    kind = 3 if labels else 2
+    entries = [(word, 0) for word in words] + [(b"__label__%d" % i, 1) for i in range(labels)]
+    out = struct.pack("<2i", 793712314, version)
+    out += struct.pack("<12id", 2, 5, 5, 5, 5, 1, loss, kind, 3, 3, 6, 100, 1e-4)
+    out += struct.pack("<3iqq", len(entries), len(words), labels, 99, -1)
+    for word, entry in entries:
+        out += word + b"\0" + struct.pack("<qb", 5, entry)
+    for rows in 6, labels or 3:
+        out += struct.pack("<?qq", quantized, rows, 2) + struct.pack(
+            f"<{2 * rows}f", *range(2 * rows)
+        )
+    return out
+
+
+def make_fasttext() -> None:
+    for selector in 0, 1, 2:
+        start = bytes([selector])
+        save("fasttext", f"vectors{selector}", start + fasttext())
+        save("fasttext", f"classifier{selector}", start + fasttext(labels=2, version=11))
+        save("fasttext", f"tree{selector}", start + fasttext(loss=1))
+    save("fasttext", "quantized", b"\0" + fasttext(quantized=True))
+    save("fasttext", "cut", b"\0" + fasttext()[:150])
+
+
+def make_flat_rows() -> None:
+    floats = struct.pack("<4f", 1, 2, 3, 4)
+    number = struct.pack("<i", 2)
+    save("flat_rows", "fvecs", b"\0" + number + floats[:8] + number + floats[8:])
+    save(
+        "flat_rows", "fvecs_other", b"\0" + number + floats[:8] + struct.pack("<i", 3) + floats[8:]
+    )
+    save("flat_rows", "fvecs_huge", b"\0" + struct.pack("<i", 2**31 - 1) + floats)
+    save("flat_rows", "bvecs", b"\1" + number + b"ab" + number + b"cd")
+    save("flat_rows", "u8bin", b"\2" + struct.pack("<II", 2, 3) + b"abcdef")
+    save("flat_rows", "fbin", b"\3" + struct.pack("<II", 2, 2) + floats)
+    save("flat_rows", "fbin_huge", b"\3" + struct.pack("<II", 2**32 - 1, 2**32 - 1) + floats)
+    save("flat_rows", "raw", b"\4\0" + struct.pack("<QB", 2, 0) + floats)
+    save("flat_rows", "raw_offset", b"\4\5" + struct.pack("<QB", 3, 4) + floats)
+
+
 if __name__ == "__main__":
+    make_fasttext()
+    make_flat_rows()
     make_log()
     make_npy()
     make_manifest()
     make_page_ledger()
+    make_text_vectors()
+    make_word2vec_binary()

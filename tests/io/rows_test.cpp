@@ -87,10 +87,70 @@ TEST_F(RowsTest, LocationsThatExistAreTakenWhole) {
 }
 
 TEST_F(RowsTest, UnknownExtensionsAreRefusedWithTheKnownOnes) {
-  for (const std::string_view text : {"x.bin", "x", "x.npy/", "x.bin:npy", "", "x.npyz", "x.npy:", ":x"})
+  for (const std::string_view text : {"x.xyz", "x", "x.npy/", "x.xyz:npy", "", "x.npyz", "x.npy:", ":x"})
     EXPECT_THROW(parse_location(text), InvalidArgument) << text;
-  EXPECT_THAT(error_of<InvalidArgument>([] { parse_location("x.bin"); }), HasSubstr(".npy, .h5, .hdf5, .he5"));
+  EXPECT_THAT(error_of<InvalidArgument>([] { parse_location("x.xyz"); }), HasSubstr(".npy, .h5, .hdf5, .he5"));
   EXPECT_THROW(parse_location(std::string_view("x\0.npy", 6)), InvalidArgument);
+}
+
+TEST_F(RowsTest, TheContentOfAFileTellsItsFormatBeforeItsName) {
+  using Format = Location::Format;
+  const auto writer = create_rows(location("x.npy"), 0, 2, DType::kFloat32);
+  writer->finish();
+  std::filesystem::rename(at("x.npy"), at("x.h5"));
+  EXPECT_EQ(location("x.h5").format, Format::kNpy);
+  EXPECT_EQ(location("x.h5:f").format, Format::kNpy);
+  EXPECT_EQ(open_rows(location("x.h5"))->dim(), 2U);
+  // A file that will be replaced is what its new name says.
+  const LocationOptions writing{.format = {}, .use = LocationOptions::Use::kWrite};
+  EXPECT_EQ(parse_location(at("x.h5").native(), writing).format, Format::kHdf5);
+  // Without a known extension, alone and with a selector.
+  std::filesystem::rename(at("x.h5"), at("plain"));
+  EXPECT_EQ(location("plain").format, Format::kNpy);
+  const Location part = location("plain:f");
+  EXPECT_EQ(part.format, Format::kNpy);
+  EXPECT_EQ(part.file, at("plain"));
+  EXPECT_EQ(part.selector, "f");
+  EXPECT_THROW(parse_location(at("plain").native(), writing), InvalidArgument);
+  // What is no file of any format is what its name says, and refused when it is read.
+  make_file(at("text.npy"), "these are words, and not numbers at all");
+  EXPECT_EQ(location("text.npy").format, Format::kNpy);
+  make_file(at("words"), "these are words, and not numbers at all");
+  EXPECT_THAT(error_of<InvalidArgument>([&] { location("words"); }), HasSubstr("neither its content nor its extension"));
+}
+
+TEST_F(RowsTest, AFormatThatIsNamedCounts) {
+  using Format = Location::Format;
+  make_file(at("words.npy"), "these are words");
+  const LocationOptions hdf5{.format = Format::kHdf5};
+  EXPECT_EQ(parse_location(at("words.npy").native(), hdf5).format, Format::kHdf5);
+  const Location named = parse_location("new.dat:/a/b", hdf5);
+  EXPECT_EQ(named.file, "new.dat");
+  EXPECT_EQ(named.selector, "/a/b");
+  EXPECT_EQ(parse_location("new.dat:a", {.format = Format::kNpy}).file, "new.dat:a");  // which has no parts to name
+  EXPECT_EQ(parse_format("hdf5"), Format::kHdf5);
+  EXPECT_EQ(format_name(Format::kNpy), "npy");
+  EXPECT_THAT(error_of<InvalidArgument>([] { parse_format("HDF5"); }), HasSubstr("npy, "));
+}
+
+TEST_F(RowsTest, EntriesOfAFile) {
+  create_rows(location("x.npy"), 0, 3, DType::kFloat16)->finish();
+  const std::vector<Entry> plain = list_entries(at("x.npy"), Location::Format::kNpy);
+  ASSERT_EQ(plain.size(), 1U);
+  EXPECT_EQ(plain[0].name, "");
+  EXPECT_THAT(plain[0].shape, ElementsAre(0, 3));
+  EXPECT_EQ(plain[0].dtype, "float16");
+  make_npy("r.npy", "[('id', '<i8'), ('v', '<f4', (2,))]", "False", "(2,)", std::string(32, 'x'));
+  const std::vector<Entry> fields = list_entries(at("r.npy"), Location::Format::kNpy);
+  ASSERT_EQ(fields.size(), 2U);
+  EXPECT_EQ(fields[1].name, "v");
+  EXPECT_THAT(fields[1].shape, ElementsAre(2, 2));
+  EXPECT_EQ(fields[1].bytes, 16U);
+  create_rows(location("x.h5:/g/v"), 0, 3, DType::kInt8)->finish();
+  const std::vector<Entry> datasets = list_entries(at("x.h5"), Location::Format::kHdf5);
+  ASSERT_EQ(datasets.size(), 1U);
+  EXPECT_EQ(datasets[0].name, "/g/v");
+  EXPECT_EQ(datasets[0].dtype, "int8");
 }
 
 TEST_F(RowsTest, NpyRoundTripOfEveryDtype) {
