@@ -73,6 +73,7 @@ void add_convert(CLI::App& app, Common& common, Action& chosen) {
   finish_command(*command, common, chosen,
                  "  embermap convert vectors.npy vectors.h5:/vectors --gzip 4\n"
                  "  embermap convert model.h5:/embeddings/words words.npy --dtype float16\n"
+                 "  embermap convert model.pt:encoder.weight weight.safetensors\n"
                  "  embermap convert tables/items.npy:weight weight.npy",
                  [arguments](const Common& c) { return convert(*arguments, c); });
 }
