@@ -103,28 +103,84 @@ void check_row_range(std::string_view where, std::uint64_t first, std::uint64_t 
     throw InvalidArgument(fmt::format("{}: rows [{}, +{}) are not within its {} rows", where, first, count, rows));
 }
 
-StridedRows::StridedRows(ReadBytes source, const StridedLayout& layout) : source_{std::move(source)}, layout_{layout} {}
+std::vector<std::uint64_t> dense_strides(std::span<const std::uint64_t> shape, std::uint64_t item, bool fortran_order) {
+  std::vector<std::uint64_t> out(shape.size());
+  for (std::size_t i = 0; i < shape.size(); ++i) {
+    const std::size_t at = fortran_order ? i : shape.size() - 1 - i;
+    out[at] = item;
+    if (shape[at] != 0) item *= shape[at];
+  }
+  return out;
+}
+
+TableShape table_shape(const std::filesystem::path& file, std::string_view what, std::span<const std::uint64_t> shape) {
+  if (shape.empty()) throw FormatError(file, fmt::format("{}shape (): one value is no table, which has rows", what));
+  TableShape out{shape[0], 1};
+  for (const std::uint64_t extent : shape.subspan(1))
+    if (extent == 0)
+      throw FormatError(file, fmt::format("{}shape {}: a table needs at least one column", what, shape_to_text(shape)));
+  for (const std::uint64_t extent : shape.subspan(1))
+    if (__builtin_mul_overflow(out.dim, extent, &out.dim))
+      throw FormatError(file, fmt::format("{}shape {}: its columns are past 64 bits", what, shape_to_text(shape)));
+  return out;
+}
+
+StridedLayout strided_layout(std::span<const std::uint64_t> shape, std::span<const std::uint64_t> strides, std::uint64_t offset,
+                             const ElementFormat& element) {
+  StridedLayout out;
+  out.rows = shape[0];
+  out.row_stride = strides[0];
+  out.offset = offset;
+  out.element = element;
+  out.item = item_size(element.dtype);
+  out.dim = 1;
+  for (std::size_t i = 1; i < shape.size(); ++i) {
+    out.dim *= shape[i];
+    if (shape[i] == 1) continue;
+    // Dimensions that follow each other without a gap are one.
+    if (!out.inner.empty() && out.inner.back().stride == shape[i] * strides[i])
+      out.inner.back() = {out.inner.back().extent * shape[i], strides[i]};
+    else
+      out.inner.push_back({shape[i], strides[i]});
+  }
+  if (!out.inner.empty() && out.inner.back().stride == out.item) {
+    out.item *= out.inner.back().extent;
+    out.inner.pop_back();
+  }
+  return out;
+}
+
+StridedRows::StridedRows(ReadBytes source, StridedLayout layout) : source_{std::move(source)}, layout_{std::move(layout)} {
+  span_ = layout_.item;
+  for (const StridedLayout::Dimension& dimension : layout_.inner) {
+    items_ *= dimension.extent;
+    if (dimension.extent > 0) span_ += (dimension.extent - 1) * dimension.stride;
+  }
+}
 
 std::span<std::byte> StridedRows::buffer(std::uint64_t bytes) {
   if (buffer_.size() < bytes) buffer_.resize(bytes);
   return std::span(buffer_).first(bytes);
 }
 
+// Whether the elements of a column lie closer together than those of a row (Fortran order), so that rows in between would be read
+// again and again.
+bool StridedRows::by_column() const { return !layout_.inner.empty() && layout_.rows > 1 && layout_.row_stride < span_; }
+
 void StridedRows::read(std::uint64_t first, std::uint64_t count, std::byte* out) {
   if (count == 0) return;
   const StridedLayout& at = layout_;
-  const std::uint64_t element = item_size(at.element.dtype);
-  const std::uint64_t row_bytes = at.dim * element;
-  const bool row_is_dense = at.dim == 1 || at.column_stride == element;
   const std::uint64_t offset = at.offset + first * at.row_stride;
-  if (row_is_dense && (at.rows == 1 || at.row_stride == row_bytes))
-    source_(offset, {out, count * row_bytes});
-  else if (row_is_dense)
-    read_strided(offset, count, row_bytes, at.row_stride, out);
-  else if (at.rows == 1 || at.row_stride == at.dim * at.column_stride)
-    read_strided(offset, count * at.dim, element, at.column_stride, out);
-  else
+  if (at.inner.empty() && (at.rows == 1 || at.row_stride == at.item))
+    source_(offset, {out, count * at.item});
+  else if (at.inner.empty())
+    read_strided(offset, count, at.item, at.row_stride, out);
+  else if (at.inner.size() == 1 && (at.rows == 1 || at.row_stride == items_ * at.inner[0].stride))
+    read_strided(offset, count * items_, at.item, at.inner[0].stride, out);
+  else if (by_column())
     read_columns(first, count, out);
+  else
+    read_rows(first, count, out);
   decode_elements(at.element, out, count * at.dim);
 }
 
@@ -132,7 +188,7 @@ void StridedRows::read_strided(std::uint64_t offset, std::uint64_t count, std::u
                                std::byte* out) {
   // What lies between is read along, unless it is so much that many small reads cost less.
   const bool sparse = stride >= 256_KiB && stride / 16 >= item;
-  const std::uint64_t per_read = sparse ? 1 : std::max<std::uint64_t>(1, kBufferBytes / 4 / stride);
+  const std::uint64_t per_read = sparse ? 1 : std::max<std::uint64_t>(1, kBufferBytes / 4 / std::max(stride, item));
   for (std::uint64_t done = 0; done < count;) {
     const std::uint64_t now = std::min(per_read, count - done);
     if (now == 1) {
@@ -146,38 +202,89 @@ void StridedRows::read_strided(std::uint64_t offset, std::uint64_t count, std::u
   }
 }
 
+namespace {
+
+// Calls use(place of the run in the row, first item of it) for each run of items along the last dimension, in C order.
+template <class Use>
+void for_each_run(const std::vector<StridedLayout::Dimension>& inner, Use use) {
+  std::vector<std::uint64_t> index(inner.size() - 1);
+  std::uint64_t place = 0;
+  for (std::uint64_t item = 0;; item += inner.back().extent) {
+    use(place, item);
+    std::size_t at = index.size();
+    while (at-- > 0) {
+      place += inner[at].stride;
+      if (++index[at] < inner[at].extent) break;
+      place -= inner[at].extent * inner[at].stride;
+      index[at] = 0;
+    }
+    if (at == static_cast<std::size_t>(-1)) return;
+  }
+}
+
+}  // namespace
+
+// Whole rows with what lies between their items, several at once where they are short.
+void StridedRows::read_rows(std::uint64_t first, std::uint64_t count, std::byte* out) {
+  const StridedLayout& at = layout_;
+  const StridedLayout::Dimension last = at.inner.back();
+  const std::uint64_t row_bytes = items_ * at.item;
+  const std::uint64_t offset = at.offset + first * at.row_stride;
+  const bool apart = span_ > kBufferBytes / 4 || (span_ >= 256_KiB && span_ / 16 >= row_bytes);
+  if (apart) {
+    for (std::uint64_t row = 0; row < count; ++row)
+      for_each_run(at.inner, [&](std::uint64_t place, std::uint64_t item) {
+        read_strided(offset + row * at.row_stride + place, last.extent, at.item, last.stride,
+                     out + row * row_bytes + item * at.item);
+      });
+    return;
+  }
+  const std::uint64_t per_read = std::max<std::uint64_t>(1, kBufferBytes / 4 / std::max(at.row_stride, span_));
+  for (std::uint64_t done = 0; done < count;) {
+    const std::uint64_t now = std::min(per_read, count - done);
+    const auto block = buffer((now - 1) * at.row_stride + span_);
+    source_(offset + done * at.row_stride, block);
+    for (std::uint64_t row = 0; row < now; ++row)
+      for_each_run(at.inner, [&](std::uint64_t place, std::uint64_t item) {
+        pick(block.data() + row * at.row_stride + place, last.extent, at.item, last.stride,
+             out + (done + row) * row_bytes + item * at.item, at.item);
+      });
+    done += now;
+  }
+}
+
 // Column by column in slices of many rows. Several columns are held at once, so that a row's part is written in one place, not
 // element by element all over the block.
 void StridedRows::read_columns(std::uint64_t first, std::uint64_t count, std::byte* out) {
   const StridedLayout& at = layout_;
-  const std::uint64_t element = item_size(at.element.dtype);
-  const std::uint64_t row_bytes = at.dim * element;
-  const std::uint64_t columns_at_once = std::min<std::uint64_t>(at.dim, 64 / element);
-  const std::uint64_t rows_at_once = std::max<std::uint64_t>(1, kBufferBytes / (columns_at_once * at.row_stride));
+  const StridedLayout::Dimension last = at.inner.back();
+  const std::uint64_t row_bytes = items_ * at.item;
+  const std::uint64_t columns_at_once = std::clamp<std::uint64_t>(64 / at.item, 1, last.extent);
+  const std::uint64_t rows_at_once =
+      std::max<std::uint64_t>(1, kBufferBytes / (columns_at_once * std::max(at.row_stride, at.item)));
   constexpr std::uint64_t kTileRows = 1024;  // of one tile: stays in the first-level caches while its columns go by
   for (std::uint64_t row = 0; row < count; row += rows_at_once) {
     const std::uint64_t rows = std::min(rows_at_once, count - row);
-    const std::uint64_t slice = (rows - 1) * at.row_stride + element;
-    for (std::uint64_t column = 0; column < at.dim; column += columns_at_once) {
-      const std::uint64_t columns = std::min(columns_at_once, at.dim - column);
-      const auto block = buffer(columns * slice);
-      for (std::uint64_t c = 0; c < columns; ++c)
-        source_(at.offset + (first + row) * at.row_stride + (column + c) * at.column_stride, block.subspan(c * slice, slice));
-      for (std::uint64_t tile = 0; tile < rows; tile += kTileRows)
+    const std::uint64_t slice = (rows - 1) * at.row_stride + at.item;
+    for_each_run(at.inner, [&](std::uint64_t place, std::uint64_t item) {
+      for (std::uint64_t column = 0; column < last.extent; column += columns_at_once) {
+        const std::uint64_t columns = std::min(columns_at_once, last.extent - column);
+        const auto block = buffer(columns * slice);
         for (std::uint64_t c = 0; c < columns; ++c)
-          pick(block.data() + c * slice + tile * at.row_stride, std::min(kTileRows, rows - tile), element, at.row_stride,
-               out + (row + tile) * row_bytes + (column + c) * element, row_bytes);
-    }
+          source_(at.offset + (first + row) * at.row_stride + place + (column + c) * last.stride,
+                  block.subspan(c * slice, slice));
+        for (std::uint64_t tile = 0; tile < rows; tile += kTileRows)
+          for (std::uint64_t c = 0; c < columns; ++c)
+            pick(block.data() + c * slice + tile * at.row_stride, std::min(kTileRows, rows - tile), at.item, at.row_stride,
+                 out + (row + tile) * row_bytes + (item + column + c) * at.item, row_bytes);
+      }
+    });
   }
 }
 
 std::uint64_t StridedRows::block_rows() const {
-  const StridedLayout& at = layout_;
-  const std::uint64_t row_bytes = at.dim * item_size(at.element.dtype);
-  const bool by_column = at.dim > 1 && at.rows > 1 && at.column_stride > at.row_stride;
   // A block of a Fortran file costs one read a column: larger blocks, longer reads.
-  const std::uint64_t target = by_column ? 32_MiB : 4_MiB;
-  return std::max<std::uint64_t>(1, target / row_bytes);
+  return std::max<std::uint64_t>(1, (by_column() ? 32_MiB : 4_MiB) / (items_ * layout_.item));
 }
 
 std::string looks_like(std::span<const std::byte> head) {
@@ -191,7 +298,7 @@ std::string looks_like(std::span<const std::byte> head) {
       Known{"\x89HDF\r\n\x1a\n"sv, "an HDF5 file (.h5)"},
       Known{"version https://git-lfs"sv, "a git-lfs pointer, not the file itself ('git lfs pull' fetches it)"},
       Known{"\x1f\x8b"sv, "a gzip file (decompress it first)"},
-      Known{"PK\x03\x04"sv, "a zip archive (such as .npz or .pt; take the array out of it first)"},
+      Known{"PK\x03\x04"sv, "a zip archive (such as .npz or .pt)"},
       Known{"PK\x05\x06"sv, "an empty zip archive"},
       Known{"\x28\xb5\x2f\xfd"sv, "a zstd file (decompress it first)"},
       Known{"\xfd"

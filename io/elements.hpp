@@ -3,7 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <functional>
+#include <filesystem>
 #include <optional>
 #include <span>
 #include <string>
@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "base/dtype.hpp"
+#include "io/file.hpp"
 
 namespace embermap {
 
@@ -40,33 +41,53 @@ void check_requested_dtype(std::string_view where, DType found, const std::optio
 // Throws InvalidArgument where [first, first + count) leaves [0, rows).
 void check_row_range(std::string_view where, std::uint64_t first, std::uint64_t count, std::uint64_t rows);
 
-// Fills the span from this byte of a file on. Throws IoError, FormatError "truncated".
-using ReadBytes = std::function<void(std::uint64_t offset, std::span<std::byte> out)>;
-
-// A matrix in a file: element (r, c) lies at offset + r * row_stride + c * column_stride. Either the columns of a row are at
-// least as close together as the rows (row_stride >= dim * column_stride, equal if column_stride is more than the element), or
-// the other way round (Fortran).
+// Rows in a file that lie in any order: element (r, i, j, ...) is at offset + r * row_stride + i * inner[0].stride + ... Column c
+// of a table is the c-th of (i, j, ...) in C order. Strides may be 0, and rows may overlap.
 struct StridedLayout {
+  struct Dimension {
+    std::uint64_t extent = 0, stride = 0;
+  };
   std::uint64_t rows = 0, dim = 0;
-  std::uint64_t offset = 0, row_stride = 0, column_stride = 0;
+  std::uint64_t offset = 0, row_stride = 0;
+  std::vector<Dimension> inner;  // as few as can be; none where a row is one piece of dim elements
   ElementFormat element;
+  std::uint64_t item = 0;  // bytes that lie together at each place: one element or, of rows in pieces, several
 };
 
-// Reads rows of such a matrix with large reads and at most 16 MiB of its own.
+// The layout of an array of one dimension or more (rows are the first one). Strides are in bytes; the array's last byte has to
+// have a place below 2^64 (checked by whoever knows the file).
+StridedLayout strided_layout(std::span<const std::uint64_t> shape, std::span<const std::uint64_t> strides, std::uint64_t offset,
+                             const ElementFormat& element);
+
+// Strides of a dense array of `item` bytes an element. Sizes are checked before: their product fits 64 bits.
+std::vector<std::uint64_t> dense_strides(std::span<const std::uint64_t> shape, std::uint64_t item, bool fortran_order);
+
+// Rows and columns that an array is to a table: the first dimension, and the product of the others. Throws FormatError for none
+// (shape ()), and for columns that are 0 or past 64 bits; `what` goes before the shape: "/v has ".
+struct TableShape {
+  std::uint64_t rows = 0, dim = 0;
+};
+TableShape table_shape(const std::filesystem::path& file, std::string_view what, std::span<const std::uint64_t> shape);
+
+// Reads rows of such an array with large reads and at most 16 MiB of its own.
 class StridedRows {
  public:
   StridedRows() = default;
-  StridedRows(ReadBytes source, const StridedLayout& layout);
+  StridedRows(ReadBytes source, StridedLayout layout);
   void read(std::uint64_t first, std::uint64_t count, std::byte* out);
   std::uint64_t block_rows() const;
 
  private:
+  bool by_column() const;
   void read_strided(std::uint64_t offset, std::uint64_t count, std::uint64_t item, std::uint64_t stride, std::byte* out);
+  void read_rows(std::uint64_t first, std::uint64_t count, std::byte* out);
   void read_columns(std::uint64_t first, std::uint64_t count, std::byte* out);
   std::span<std::byte> buffer(std::uint64_t bytes);
 
   ReadBytes source_;
   StridedLayout layout_;
+  std::uint64_t items_ = 1;  // of a row
+  std::uint64_t span_ = 0;   // bytes from the first of a row's to behind its last
   std::vector<std::byte> buffer_;
 };
 

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -96,6 +97,9 @@ class File {
   std::filesystem::path path_;
   FileOps* ops_ = &FileOps::system();
 };
+
+// Fills the span from this byte of a file, or of a part of one, on. Throws IoError, FormatError "truncated".
+using ReadBytes = std::function<void(std::uint64_t offset, std::span<std::byte> out)>;
 
 // Makes entries of `directory` (empty: the current one) that were created, renamed or removed durable. Where a file system has no
 // such sync (EINVAL) there is nothing to do.

@@ -6,6 +6,7 @@
 #include <array>
 #include <cctype>
 #include <system_error>
+#include <utility>
 #include <vector>
 
 #include "base/checked.hpp"
@@ -17,10 +18,39 @@ namespace {
 using Format = Location::Format;
 
 // The registry. The order is that in which names and contents are tried and listed.
+// clang-format off: a line each
 constexpr std::array kFormats{
     FormatInfo{Format::kNpy, "npy", {".npy"}, false, false, &fit_npy, &open_npy_rows, &create_npy_rows, &list_npy},
-    FormatInfo{
-        Format::kHdf5, "hdf5", {".h5", ".hdf5", ".he5"}, true, true, &fit_hdf5, &open_hdf5_rows, &create_hdf5_rows, &list_hdf5},
+    FormatInfo{Format::kNpz, "npz", {".npz"}, true, true, &fit_npz, &open_npz_rows, &create_npz_rows, &list_npz, true},
+    FormatInfo{Format::kHdf5,
+               "hdf5",
+               {".h5", ".hdf5", ".he5"},
+               true,
+               true,
+               &fit_hdf5,
+               &open_hdf5_rows,
+               &create_hdf5_rows,
+               &list_hdf5,
+               true},
+    FormatInfo{Format::kSafetensors,
+               "safetensors",
+               {".safetensors", ".safetensors.index.json"},
+               true,
+               false,
+               &fit_safetensors,
+               &open_safetensors_rows,
+               &create_safetensors_rows,
+               &list_safetensors,
+               true},
+    FormatInfo{Format::kTorch,
+               "torch",
+               {".pt", ".pth", ".bin", ".ckpt"},
+               true,
+               false,
+               &fit_torch,
+               &open_torch_rows,
+               &create_torch_rows,
+               &list_torch},
     FormatInfo{Format::kFastTextBinary,
                "fasttext",
                {".bin", ".ftz"},
@@ -77,8 +107,67 @@ constexpr std::array kFormats{
                nullptr},
     FormatInfo{Format::kRaw, "raw", {".raw"}, false, false, nullptr, &open_raw_rows, &create_raw_rows, nullptr},
 };
+// clang-format on
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  a = a.substr(0, 256);
+  b = b.substr(0, 256);
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = std::exchange(row[0], i);
+    for (std::size_t j = 1; j <= b.size(); ++j)
+      diagonal = std::exchange(row[j], std::min({row[j] + 1, row[j - 1] + 1, diagonal + (a[i - 1] == b[j - 1] ? 0U : 1U)}));
+  }
+  return row.back();
+}
+
+// "a: float32 (2, 4); words: ...", those named most like `wanted` first.
+std::string candidates_text(std::vector<const Candidate*> found, std::string_view wanted) {
+  if (found.empty()) return "nothing";
+  constexpr std::size_t kCompared = 20000;
+  if (!wanted.empty() && found.size() <= kCompared) {
+    std::vector<std::pair<std::size_t, const Candidate*>> ranked;
+    for (const Candidate* one : found) ranked.emplace_back(edit_distance(one->name, wanted), one);
+    std::stable_sort(ranked.begin(), ranked.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    for (std::size_t i = 0; i < found.size(); ++i) found[i] = ranked[i].second;
+  }
+  std::string out;
+  constexpr std::size_t kShown = 12;
+  for (std::size_t i = 0; i < std::min(found.size(), kShown); ++i)
+    out += fmt::format("{}{}: {}", i > 0 ? "; " : "", printable(found[i]->name), found[i]->text);
+  if (found.size() > kShown) out += fmt::format("; ... {} more", found.size() - kShown);
+  return out;
+}
 
 }  // namespace
+
+std::size_t choose_array(const Location& location, std::string_view what, std::span<const Candidate> all) {
+  const auto of = [&](const auto& wanted) {
+    std::vector<const Candidate*> out;
+    for (const Candidate& one : all)
+      if (wanted(one)) out.push_back(&one);
+    return out;
+  };
+  const auto everything = of([](const Candidate&) { return true; });
+  if (!location.selector.empty()) {
+    for (std::size_t i = 0; i < all.size(); ++i)
+      if (all[i].name == location.selector) return i;
+    throw NotFound(fmt::format("{}: there is no {} '{}'; it holds {}", printable(location.file), what,
+                               printable(location.selector), candidates_text(everything, location.selector)));
+  }
+  if (all.size() == 1) return 0;
+  for (const std::size_t least : {2U, 1U}) {
+    const auto tables = of([&](const Candidate& one) { return one.usable && one.dimensions >= least; });
+    if (tables.size() == 1) return static_cast<std::size_t>(tables.front() - all.data());
+    if (tables.size() > 1)
+      throw InvalidArgument(fmt::format("{}: {} {}s could be meant; name one, as in {}:{}. It holds {}", printable(location.file),
+                                        tables.size(), what, printable(location.file), printable(tables.front()->name),
+                                        candidates_text(tables, "")));
+  }
+  throw NotFound(fmt::format("{}: there is no {} of numbers in it; it holds {}", printable(location.file), what,
+                             candidates_text(everything, "")));
+}
 
 std::span<const FormatInfo> formats() { return kFormats; }
 
@@ -159,6 +248,7 @@ std::string format_names(bool written) {
 
 bool format_compresses(Location::Format format) { return format_info(format).compresses; }
 bool format_has_members(Location::Format format) { return format_info(format).members; }
+bool format_adds(Location::Format format) { return format_info(format).adds; }
 
 bool format_has_words(Location::Format format) {
   return format == Format::kWord2vecText || format == Format::kGlove || format == Format::kWord2vecBinary ||

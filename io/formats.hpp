@@ -8,6 +8,7 @@
 #include <span>
 #include <string_view>
 
+#include "io/npy.hpp"
 #include "io/rows.hpp"
 
 namespace embermap {
@@ -26,7 +27,7 @@ struct FormatInfo {
   Location::Format format;
   std::string_view name;                       // of --from and --to
   std::array<std::string_view, 6> extensions;  // lower case, with the dot; the first names it in messages
-  bool members;                                // see format_has_members()
+  bool members;                                // a selector names one of several things in a file
   bool compresses;
   Fit (*fit)(const File& file, std::span<const std::byte> head);  // nullptr: kPossible. May read more of the file; may throw
   std::unique_ptr<RowReader> (*open)(const Location& location, const ReadOptions& options);
@@ -34,6 +35,7 @@ struct FormatInfo {
   std::unique_ptr<RowWriter> (*create)(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                        const WriteOptions& options);
   std::vector<Entry> (*list)(const std::filesystem::path& file);  // nullptr: one array, described by what `open` finds
+  bool adds = false;                                              // see format_adds()
 };
 
 // All formats, those whose names are tried first first.
@@ -55,8 +57,31 @@ std::unique_ptr<RowReader> open_hdf5_rows(const Location& location, const ReadOp
 std::unique_ptr<RowWriter> create_hdf5_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                             const WriteOptions& options);
 
+std::unique_ptr<RowReader> open_npz_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_npz_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                           const WriteOptions& options);
+Fit fit_npz(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_npz(const std::filesystem::path& file);
+
+std::unique_ptr<RowReader> open_safetensors_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_safetensors_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                                   const WriteOptions& options);
+Fit fit_safetensors(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_safetensors(const std::filesystem::path& file);
+
+std::unique_ptr<RowReader> open_torch_rows(const Location& location, const ReadOptions& options);
+std::unique_ptr<RowWriter> create_torch_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                             const WriteOptions& options);
+Fit fit_torch(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_torch(const std::filesystem::path& file);
+
 Fit fit_npy(const File& file, std::span<const std::byte> head);
 Fit fit_hdf5(const File& file, std::span<const std::byte> head);
+// An array in NumPy's format of `size` bytes that `read` gives (and keeps alive); `name` names them in errors.
+std::unique_ptr<RowReader> open_npy_array(const std::filesystem::path& name, const std::string& field, std::uint64_t size,
+                                          const ReadBytes& read, const ReadOptions& options);
+// It as entries: `prefix`, or one "prefix:field" for each field.
+std::vector<Entry> npy_entries(const NpyHeader& header, const std::string& prefix, std::string_view layout);
 std::vector<Entry> list_npy(const std::filesystem::path& file);
 std::vector<Entry> list_hdf5(const std::filesystem::path& file);
 
@@ -84,6 +109,19 @@ std::unique_ptr<RowWriter> create_bin_rows(const Location& location, std::uint64
 std::unique_ptr<RowReader> open_raw_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_raw_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                            const WriteOptions& options);
+
+// One of the arrays that a selector may mean.
+struct Candidate {
+  std::string name;
+  std::string text;     // "float32 (3, 4)", for messages
+  bool usable = false;  // its elements are ones that a table can hold
+  std::size_t dimensions = 0;
+};
+
+// Which of them `selector` names; the only one, or the only usable one with two dimensions or more (else with one) if it is
+// empty. Throws NotFound (with those whose names are most like it first) and InvalidArgument (several could be meant). `what`
+// they are: "tensor".
+std::size_t choose_array(const Location& location, std::string_view what, std::span<const Candidate> all);
 
 // Counts rows for a writer: throws InvalidArgument for more than promised, or at the end for fewer.
 class RowCount {

@@ -283,7 +283,8 @@ class Hdf5RowReader final : public RowReader {
     layout_text_ = layout_text(creation.id());
     check_filters(dataset.id(), creation.id());
 
-    const std::uint64_t declared = checked_mul(checked_mul(rows_, dim_, where_), record_bytes_, where_);
+    std::uint64_t declared = record_bytes_;
+    for (const std::uint64_t extent : extent_) declared = checked_mul(declared, extent, where_);
     const bool external = H5Pget_external_count(creation.id()) > 0;
     const bool is_virtual = H5Pget_layout(creation.id()) == H5D_VIRTUAL;
     if ((external || is_virtual) && !options.allow_external)
@@ -472,14 +473,9 @@ class Hdf5RowReader final : public RowReader {
     extent_ = extent_of(space);
     shape_ = extent_;
     shape_.insert(shape_.end(), inner_.begin(), inner_.end());
-    if (shape_.size() != 2)
-      throw FormatError(location_, fmt::format("{} has shape {}; a table needs two dimensions, rows and columns",
-                                               printable(path_), shape_to_text(shape_)));
-    if (shape_[1] == 0)
-      throw FormatError(
-          location_, fmt::format("{} has shape {}; a table needs at least one column", printable(path_), shape_to_text(shape_)));
-    rows_ = shape_[0];
-    dim_ = shape_[1];
+    const auto [rows, dim] = table_shape(location_, fmt::format("{} has ", printable(path_)), shape_);
+    rows_ = rows;
+    dim_ = dim;
   }
 
   std::string layout_text(hid_t creation) {
@@ -526,18 +522,15 @@ class Hdf5RowReader final : public RowReader {
 
   void open_external(hid_t creation) {
     const std::uint64_t element = item_size(dtype_);
-    const std::uint64_t records = checked_mul(extent_[0], extent_.size() == 2 ? extent_[1] : 1, where_);
-    external_ = std::make_unique<ExternalFiles>(creation, location_, path_, checked_mul(records, record_bytes_, where_));
-    StridedLayout layout{rows_, dim_, field_offset_, 0, 0, element_};
-    if (extent_.size() == 2) {
-      layout.column_stride = record_bytes_;
-      layout.row_stride = dim_ * record_bytes_;
-    } else {
-      layout.column_stride = element;
-      layout.row_stride = record_bytes_;
-    }
-    external_rows_ = StridedRows(
-        [files = external_.get()](std::uint64_t offset, std::span<std::byte> out) { files->read(offset, out); }, layout);
+    std::uint64_t bytes = record_bytes_;
+    for (const std::uint64_t extent : extent_) bytes = checked_mul(bytes, extent, where_);
+    external_ = std::make_unique<ExternalFiles>(creation, location_, path_, bytes);
+    std::vector<std::uint64_t> strides = dense_strides(extent_, record_bytes_, /*fortran_order=*/false);
+    const std::vector<std::uint64_t> inside = dense_strides(inner_, element, /*fortran_order=*/false);
+    strides.insert(strides.end(), inside.begin(), inside.end());
+    external_rows_ =
+        StridedRows([files = external_.get()](std::uint64_t offset, std::span<std::byte> out) { files->read(offset, out); },
+                    strided_layout(shape_, strides, field_offset_, element_));
   }
 
   // Decides what is cached between reads, see kChunkRowLimit.
@@ -548,11 +541,13 @@ class Hdf5RowReader final : public RowReader {
     if (rank != static_cast<int>(extent_.size()) || dims[0] == 0)
       throw_last(location_, fmt::format("cannot read the chunks of {}", printable(path_)));
     chunk_rows_ = dims[0];
-    const std::uint64_t columns = extent_.size() == 2 ? extent_[1] : 1;
-    const std::uint64_t chunk_columns = extent_.size() == 2 ? std::max<std::uint64_t>(1, dims[1]) : 1;
-    const std::uint64_t chunks_a_row = ceil_div(columns, chunk_columns);
-    chunk_count_ = ceil_div(rows_, chunk_rows_) * chunks_a_row;
-    const std::uint64_t chunk_bytes = checked_mul(checked_mul(chunk_rows_, chunk_columns, where_), record_bytes_, where_);
+    std::uint64_t chunks_a_row = 1, chunk_bytes = checked_mul(chunk_rows_, record_bytes_, where_);
+    for (std::size_t i = 1; i < extent_.size(); ++i) {
+      const std::uint64_t width = std::max<std::uint64_t>(1, dims[i]);
+      chunks_a_row = checked_mul(chunks_a_row, ceil_div(extent_[i], width), where_);
+      chunk_bytes = checked_mul(chunk_bytes, width, where_);
+    }
+    chunk_count_ = checked_mul(ceil_div(rows_, chunk_rows_), chunks_a_row, where_);
     const bool filtered = H5Pget_nfilters(creation) > 0;
     const auto cache = [&](std::uint64_t bytes) {
       // Ten slots a chunk that is to stay, so that two chunks seldom want the same one.
@@ -574,10 +569,10 @@ class Hdf5RowReader final : public RowReader {
     const Session quiet;
     const std::uint64_t elements = count * dim_;
     if (clear_first_) std::memset(out, 0, elements * item_size(dtype_));
-    const std::array<hsize_t, 2> start{first, 0};
-    const std::array<hsize_t, 2> block{count, extent_.size() == 2 ? extent_[1] : 1};
-    const int rank = static_cast<int>(extent_.size());
-    const SpaceId memory{H5Screate_simple(rank, block.data(), nullptr)};
+    std::vector<hsize_t> start(extent_.size(), 0), block(extent_.begin(), extent_.end());
+    start[0] = first;
+    block[0] = count;
+    const SpaceId memory{H5Screate_simple(static_cast<int>(block.size()), block.data(), nullptr)};
     const SpaceId space{H5Dget_space(dataset_.id())};
     if (!memory || !space || H5Sselect_hyperslab(space.id(), H5S_SELECT_SET, start.data(), nullptr, block.data(), nullptr) < 0 ||
         H5Dread(dataset_.id(), memory_type_.id(), memory.id(), space.id(), H5P_DEFAULT, out) < 0)

@@ -465,9 +465,7 @@ class HeaderReader {
   const LiteralParser& parser_;
 };
 
-std::string not_npy(const File& file, std::uint64_t size) {
-  std::array<std::byte, 512> head;
-  const auto known = std::span(head).first(file.read_some(0, head));
+std::string not_npy(std::span<const std::byte> known, std::uint64_t size) {
   if (size == 0) return "no NPY magic at byte 0: the file is empty (truncated header)";
   std::string text = "no NPY magic at byte 0";
   const std::string what = looks_like(known);
@@ -528,13 +526,19 @@ std::string NpyHeader::dtype_text() const {
 std::string NpyHeader::shape_text() const { return shape_to_text(shape); }
 
 NpyHeader read_npy_header(const File& file) {
-  const std::filesystem::path& path = file.path();
-  const std::uint64_t size = file.size();
-  std::array<std::byte, 12> prefix{};
-  const std::uint64_t got = file.read_some(0, prefix);
+  return read_npy_header(file.path(), file.size(),
+                         [&](std::uint64_t offset, std::span<std::byte> out) { file.read(offset, out); });
+}
+
+NpyHeader read_npy_header(const std::filesystem::path& path, std::uint64_t size, const ReadBytes& read) {
+  // Read once, in ascending order: what comes out of a compressed stream comes in no other.
+  std::array<std::byte, 512> buffer;
+  const auto prefix = std::span<const std::byte>(buffer).first(std::min<std::uint64_t>(size, buffer.size()));
+  const std::uint64_t got = prefix.size();
+  if (got > 0) read(0, std::span(buffer).first(got));
   const auto byte = [&](std::size_t i) { return std::to_integer<unsigned>(prefix[i]); };
-  if (std::memcmp(prefix.data(), kMagic.data(), std::min<std::size_t>(got, kMagic.size())) != 0 || got == 0)
-    throw FormatError(path, not_npy(file, size));
+  if (got == 0 || std::memcmp(prefix.data(), kMagic.data(), std::min<std::size_t>(got, kMagic.size())) != 0)
+    throw FormatError(path, not_npy(prefix, size));
   const auto truncated = [&](std::uint64_t needed) {
     return FormatError(path, fmt::format("truncated header: {} bytes, the header needs {}", size, needed));
   };
@@ -556,7 +560,9 @@ NpyHeader read_npy_header(const File& file) {
     throw FormatError(path, fmt::format("its NPY header of {} bytes is longer than the {} accepted", length, kLargestHeader));
 
   std::string text(length, '\0');
-  file.read(start, std::as_writable_bytes(std::span(text)));
+  const std::size_t here = std::min<std::uint64_t>(length, got - start);
+  std::memcpy(text.data(), prefix.data() + start, here);
+  if (here < length) read(start + here, std::as_writable_bytes(std::span(text)).subspan(here));
   if (header.major == 3 && !decode_utf8(text)) throw FormatError(path, "NPY header: version 3.0, but not UTF-8");
   LiteralParser parser(path, text, header.major);
   const Value value = parser.parse();

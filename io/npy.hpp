@@ -42,6 +42,8 @@ struct NpyHeader {
 // tuple, object dtype (never unpickled), sizes past 64 bits. The Python 2 suffix (3L) is read in versions 1 and 2. Trailing bytes
 // after the data are accepted.
 NpyHeader read_npy_header(const File& file);
+// The same for `size` bytes that `read` gives; `name` names them in errors. No range is read twice, and none before one that was.
+NpyHeader read_npy_header(const std::filesystem::path& name, std::uint64_t size, const ReadBytes& read);
 
 // A header of the lowest version that can hold it. `shape` and either `descr` or `fields` are written as given. Data begins at
 // byte `data_offset` if that is not 0 (padded with spaces; InvalidArgument if it does not fit), else at the next multiple of 64.

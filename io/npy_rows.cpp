@@ -16,50 +16,36 @@ namespace {
 
 class NpyRowReader final : public RowReader {
  public:
-  NpyRowReader(const Location& location, const ReadOptions& options)
-      : file_{File::open(location.file, File::Mode::kRead)}, header_{read_npy_header(file_)} {
-    where_ = printable(location.file);
-    if (!location.selector.empty()) where_ = fmt::format("{}:{}", where_, printable(location.selector));
+  NpyRowReader(const std::filesystem::path& name, const std::string& field, std::uint64_t size, const ReadBytes& read,
+               const ReadOptions& options)
+      : name_{name}, header_{read_npy_header(name, size, read)} {
+    where_ = printable(name);
+    if (!field.empty()) where_ = fmt::format("{}:{}", where_, printable(field));
 
-    StridedLayout layout;
-    layout.offset = header_.data_offset;
+    std::uint64_t offset = header_.data_offset;
     std::string_view descr = header_.descr;
     std::vector<std::uint64_t> shape = header_.shape;
-    std::uint64_t inner = 0;  // dimensions that lie inside the record
+    std::vector<std::uint64_t> strides = dense_strides(shape, header_.item_bytes, header_.fortran_order);
     if (header_.fields.empty()) {
-      if (!location.selector.empty())
-        throw NotFound(fmt::format("{}: there is no field '{}', the file is a plain array of {}", printable(location.file),
-                                   printable(location.selector), header_.dtype_text()));
+      if (!field.empty())
+        throw NotFound(fmt::format("{}: there is no field '{}', the file is a plain array of {}", printable(name),
+                                   printable(field), header_.dtype_text()));
     } else {
-      const NpyField& field = find_field(location);
-      layout.offset += field.offset;
-      descr = field.descr;
-      shape.insert(shape.end(), field.shape.begin(), field.shape.end());
-      inner = field.shape.size();
+      const NpyField& found = find_field(field);
+      offset += found.offset;
+      descr = found.descr;
+      shape.insert(shape.end(), found.shape.begin(), found.shape.end());
     }
-
-    layout.element = element_of(descr, options);
-    if (shape.size() != 2)
-      throw FormatError(location.file, fmt::format("{}shape {}: a table needs two dimensions, rows and columns",
-                                                   location.selector.empty() ? "" : printable(location.selector) + " has ",
-                                                   shape_to_text(shape)));
-    if (shape[1] == 0)
-      throw FormatError(location.file, fmt::format("shape {}: a table needs at least one column", shape_to_text(shape)));
-    layout.rows = rows_ = shape[0];
-    layout.dim = dim_ = shape[1];
-    dtype_ = layout.element.dtype;
-    const std::uint64_t record = header_.item_bytes;
-    if (inner == 1) {  // records of a row each
-      layout.row_stride = record;
-      layout.column_stride = item_size(dtype_);
-    } else if (inner == 2) {  // one record (or none) that holds a matrix: shape () x (rows, dim)
-      layout.row_stride = dim_ * item_size(dtype_);
-      layout.column_stride = item_size(dtype_);
-    } else {
-      layout.row_stride = header_.fortran_order ? record : dim_ * record;
-      layout.column_stride = header_.fortran_order ? rows_ * record : record;
-    }
-    strided_ = StridedRows([this](std::uint64_t offset, std::span<std::byte> out) { file_.read(offset, out); }, layout);
+    const ElementFormat element = element_of(descr, options);
+    dtype_ = element.dtype;
+    // Dimensions inside the record come behind those of the array, in C order whatever that of the array is.
+    const std::vector<std::uint64_t> inside =
+        dense_strides(std::span(shape).subspan(strides.size()), item_size(dtype_), /*fortran_order=*/false);
+    strides.insert(strides.end(), inside.begin(), inside.end());
+    const auto [rows, dim] = table_shape(name, field.empty() ? "" : printable(field) + " has ", shape);
+    rows_ = rows;
+    dim_ = dim;
+    strided_ = StridedRows(read, strided_layout(shape, strides, offset, element));
   }
 
   NpyRowReader(const NpyRowReader&) = delete;
@@ -78,14 +64,14 @@ class NpyRowReader final : public RowReader {
   std::uint64_t block_rows() const override { return strided_.block_rows(); }
 
  private:
-  const NpyField& find_field(const Location& location) const {
-    if (location.selector.empty())
-      throw DTypeError(fmt::format("{} holds records {}: name the field to read, as in {}:{}", printable(location.file),
-                                   header_.dtype_text(), printable(location.file), printable(header_.fields.front().name)));
+  const NpyField& find_field(const std::string& wanted) const {
+    if (wanted.empty())
+      throw DTypeError(fmt::format("{} holds records {}: name the field to read, as in {}:{}", printable(name_),
+                                   header_.dtype_text(), printable(name_), printable(header_.fields.front().name)));
     for (const NpyField& field : header_.fields)
-      if (field.name == location.selector) return field;
-    throw NotFound(fmt::format("{}: there is no field '{}' in its records {}", printable(location.file),
-                               printable(location.selector), header_.dtype_text()));
+      if (field.name == wanted) return field;
+    throw NotFound(
+        fmt::format("{}: there is no field '{}' in its records {}", printable(name_), printable(wanted), header_.dtype_text()));
   }
 
   ElementFormat element_of(std::string_view descr, const ReadOptions& options) const {
@@ -113,7 +99,7 @@ class NpyRowReader final : public RowReader {
     return element;
   }
 
-  File file_;
+  std::filesystem::path name_;
   NpyHeader header_;
   std::string where_;
   StridedRows strided_;
@@ -173,27 +159,39 @@ Fit fit_npy(const File&, std::span<const std::byte> head) {
   return head.size() >= kMagic.size() && std::memcmp(head.data(), kMagic.data(), kMagic.size()) == 0 ? Fit::kCertain : Fit::kNo;
 }
 
-std::vector<Entry> list_npy(const std::filesystem::path& path) {
-  const NpyHeader header = read_npy_header(File::open(path, File::Mode::kRead));
+std::vector<Entry> npy_entries(const NpyHeader& header, const std::string& prefix, std::string_view layout) {
   const auto dtype_of = [](const std::string& descr) {
     const auto dtype = dtype_of_npy_descr(descr);
     return dtype ? std::string(dtype_name(*dtype)) : descr;
   };
   const std::string_view order = header.fortran_order ? ", Fortran order" : "";
   if (header.fields.empty())
-    return {Entry{"", header.shape, dtype_of(header.descr), header.data_bytes(), fmt::format("contiguous{}", order)}};
+    return {Entry{prefix, header.shape, dtype_of(header.descr), header.data_bytes(), fmt::format("{}{}", layout, order)}};
   std::vector<Entry> out;
   for (const NpyField& field : header.fields) {
-    Entry entry{field.name, header.shape, dtype_of(field.descr), checked_mul(header.elements(), field.bytes, field.name),
-                fmt::format("field at byte {} of records of {}{}", field.offset, header.item_bytes, order)};
+    Entry entry{prefix.empty() ? field.name : fmt::format("{}:{}", prefix, field.name), header.shape, dtype_of(field.descr),
+                checked_mul(header.elements(), field.bytes, "bytes of a field"),
+                fmt::format("{}, field at byte {} of records of {}{}", layout, field.offset, header.item_bytes, order)};
     entry.shape.insert(entry.shape.end(), field.shape.begin(), field.shape.end());
     out.push_back(std::move(entry));
   }
   return out;
 }
 
+std::vector<Entry> list_npy(const std::filesystem::path& path) {
+  return npy_entries(read_npy_header(File::open(path, File::Mode::kRead)), {}, "contiguous");
+}
+
+std::unique_ptr<RowReader> open_npy_array(const std::filesystem::path& name, const std::string& field, std::uint64_t size,
+                                          const ReadBytes& read, const ReadOptions& options) {
+  return std::make_unique<NpyRowReader>(name, field, size, read, options);
+}
+
 std::unique_ptr<RowReader> open_npy_rows(const Location& location, const ReadOptions& options) {
-  return std::make_unique<NpyRowReader>(location, options);
+  const auto file = std::make_shared<const File>(File::open(location.file, File::Mode::kRead));
+  return open_npy_array(
+      location.file, location.selector, file->size(),
+      [file](std::uint64_t offset, std::span<std::byte> out) { file->read(offset, out); }, options);
 }
 
 std::unique_ptr<RowWriter> create_npy_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,

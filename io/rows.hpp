@@ -47,10 +47,12 @@ Location::Format parse_format(std::string_view name);
 std::string format_names(bool written);
 // Whether WriteOptions::gzip means something there.
 bool format_compresses(Location::Format format);
-// Whether a selector names one of several things in such a file, which a writer adds to those that are there.
+// Whether a selector names one of several things in such a file.
 bool format_has_members(Location::Format format);
 // Whether every row of such a file has a word (io/vocabulary.hpp).
 bool format_has_words(Location::Format format);
+// Whether a writer with a selector adds to what is in the file; else it replaces the file.
+bool format_adds(Location::Format format);
 
 struct LocationOptions {
   enum class Use { kRead, kWrite };

@@ -95,6 +95,7 @@ void add_convert(CLI::App& app, Common& common, Action& chosen) {
   finish_command(*command, common, chosen,
                  "  embermap convert vectors.npy vectors.h5:/vectors --gzip 4\n"
                  "  embermap convert model.h5:/embeddings/words words.npy --dtype float16\n"
+                 "  embermap convert model.pt:encoder.weight weight.safetensors\n"
                  "  embermap convert tables/items.npy:weight weight.npy\n"
                  "  embermap convert glove.6B.100d.txt vectors.npy\n"
                  "  embermap convert vectors.npy vectors.bin --to word2vec-binary --vocab words.txt\n"

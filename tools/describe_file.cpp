@@ -15,6 +15,7 @@
 #include "io/describe_hdf5.hpp"
 #include "io/file.hpp"
 #include "io/npy.hpp"
+#include "io/rows.hpp"
 #include "tools/console.hpp"
 #include "tools/text.hpp"
 
@@ -185,6 +186,49 @@ std::string hdf5_text(const Json& d) {
   return d["links"].empty() ? text : text + "\n";
 }
 
+Json describe_other(const std::filesystem::path& path, const File& file, const std::string& selector) {
+  Location::Format format{};
+  try {
+    format = parse_location(path.native()).format;
+  } catch (const InvalidArgument&) {
+    throw FormatError(path, fmt::format("is of no format known here (by its content and its name): {}", format_names(false)));
+  }
+  Json json{{"kind", format_name(format)}, {"path", json_text(path.native())}};
+  add_sizes(json, file.status());
+  Json entries = Json::array();
+  for (const Entry& entry : list_entries(path, format)) {
+    if (!selector.empty() && entry.name != selector) continue;
+    entries.push_back({{"name", json_text(entry.name)},
+                       {"dtype", json_text(entry.dtype)},
+                       {"shape", entry.shape},
+                       {"bytes", entry.bytes},
+                       {"layout", json_text(entry.layout)}});
+  }
+  if (!selector.empty() && entries.empty())
+    throw NotFound(fmt::format("{}: there is nothing called '{}' in it ('embermap ls {}' shows what is)", printable(path),
+                               printable(selector), printable(path)));
+  json["entries"] = std::move(entries);
+  return json;
+}
+
+std::string other_text(const Json& d) {
+  Facts facts;
+  facts.add(d["kind"].get<std::string>(), printable(d["path"].get<std::string>()));
+  facts.add("size", sizes_text(d));
+  facts.add("arrays", grouped(d["entries"].size()));
+  std::string text = facts.text();
+  for (const Json& entry : d["entries"]) {
+    Facts of_entry;
+    of_entry.add("array", printable(entry["name"].get<std::string>()));
+    of_entry.add("shape", shape_text(entry["shape"]));
+    of_entry.add("dtype", printable(entry["dtype"].get<std::string>()));
+    of_entry.add("layout", printable(entry["layout"].get<std::string>()));
+    of_entry.add("data", format_size(entry["bytes"].get<std::uint64_t>()));
+    text += "\n" + of_entry.text();
+  }
+  return text;
+}
+
 }  // namespace
 
 Json describe_file(const std::filesystem::path& path, const std::string& selector) {
@@ -195,11 +239,13 @@ Json describe_file(const std::filesystem::path& path, const std::string& selecto
   const bool npy = got == magic.size() && std::memcmp(magic.data(), "\x93NUMPY", 6) == 0;
   if (npy || extension == ".npy") return describe_npy(path, file, selector);  // for a broken one, the reader says what is wrong
   if (is_hdf5(path)) return describe_hdf5_file(path, file, selector);
-  throw FormatError(path, got == 0 ? "is empty" : "is neither a .npy nor an HDF5 file (by its first bytes)");
+  if (got == 0) throw FormatError(path, "is empty");
+  return describe_other(path, file, selector);
 }
 
 std::string file_text(const Json& description) {
-  return description["kind"] == "npy" ? npy_text(description) : hdf5_text(description);
+  if (description["kind"] == "npy") return npy_text(description);
+  return description["kind"] == "hdf5" ? hdf5_text(description) : other_text(description);
 }
 
 }  // namespace embermap::tools

@@ -159,19 +159,19 @@ void check_destination(const Location& destination, const std::filesystem::path&
   if (const auto store = store_of(file); !store.empty())
     throw InvalidArgument(fmt::format("{} is a file of the store {}; it is not replaced", printable(file), printable(store)));
   refuse_inside_store();
-  const bool members = format_has_members(destination.format);
-  if (members && !destination.selector.empty()) return;  // adds to the file, or replaces the one named: the writer looks
+  const bool adds = format_adds(destination.format);
+  if (adds && !destination.selector.empty()) return;  // adds to the file, or replaces the one named: the writer looks
   if (!overwrite) {
     if (!source.empty() && same_file(file, source))
       throw AlreadyExists(
           fmt::format("{} is the source itself; with --overwrite it is replaced when the new file is complete", printable(file)));
     throw AlreadyExists(fmt::format("{} already exists; --overwrite replaces it", printable(file)));
   }
-  if (!members) return;
+  if (!adds) return;
   std::vector<std::string> lost;
   try {
     const Location there = parse_location(file.native());
-    if (format_has_members(there.format))
+    if (format_adds(there.format))
       for (const Entry& entry : list_entries(file, there.format)) lost.push_back(entry.name);
   } catch (const FormatError&) {  // broken: nobody could read what it holds
   } catch (const InvalidArgument&) {

@@ -187,7 +187,8 @@ TEST_F(Hdf5Test, ByteOrderAndTypesOfOtherWriters) {
   EXPECT_EQ(read_all<float>(*open("x.h5:/record:v"), 2), counting(12));
   EXPECT_THAT(refuse<DTypeError>("x.h5:/record"), AllOf(HasSubstr("id: int64"), HasSubstr("v: float32 (4,)")));
   EXPECT_THAT(refuse<NotFound>("x.h5:/record:w"), HasSubstr("'w'"));
-  EXPECT_THAT(refuse<FormatError>("x.h5:/record:id"), HasSubstr("(3,)"));
+  EXPECT_EQ(open("x.h5:/record:id")->rows(), 3U);
+  EXPECT_EQ(open("x.h5:/record:id")->dim(), 1U);
   EXPECT_EQ(open("x.h5:tagged")->dtype(), DType::kBFloat16);
   EXPECT_THAT(refuse<DTypeError>("x.h5:untagged"), HasSubstr("bfloat16"));
   EXPECT_THAT(read_all<std::uint16_t>(*open("x.h5:untagged", {.dtype = DType::kBFloat16}), 1), ElementsAre(0x3F80, 0xC000));
@@ -220,8 +221,8 @@ TEST_F(Hdf5Test, WhatIsNoTableIsRefusedWithWhatItIs) {
   EXPECT_THAT(refuse<DTypeError>("x.h5:ragged"), HasSubstr("variable-length"));
   EXPECT_THAT(refuse<DTypeError>("x.h5:u2"), AllOf(HasSubstr("uint16"), HasSubstr("float32, float16")));
   EXPECT_THAT(refuse<DTypeError>("x.h5:i2"), HasSubstr("int16"));
-  EXPECT_THAT(refuse<FormatError>("x.h5:one"), HasSubstr("(3,)"));
-  EXPECT_THAT(refuse<FormatError>("x.h5:three"), HasSubstr("(2, 3, 4)"));
+  EXPECT_EQ(open("x.h5:one")->dim(), 1U);
+  EXPECT_EQ(open("x.h5:three")->dim(), 12U);
   EXPECT_THAT(refuse<FormatError>("x.h5:narrow"), HasSubstr("(24, 0)"));
   EXPECT_THAT(refuse<FormatError>("x.h5:scalar"), HasSubstr("one value"));
   EXPECT_THAT(refuse<FormatError>("x.h5:null"), HasSubstr("no data"));
@@ -505,8 +506,10 @@ TEST_F(Hdf5Test, BrokenFilesSayWhatIsWrong) {
   EXPECT_EQ(read_all<float>(*open("junk.h5"), 100), counting(1000));
   make_file(at("empty.h5"), "");
   EXPECT_THAT(refuse<FormatError>("empty.h5"), HasSubstr("empty"));
-  make_file(at("npy.h5"), "\x93NUMPY\x01");
-  EXPECT_THAT(refuse<FormatError>("npy.h5"), AllOf(HasSubstr("no HDF5 signature"), HasSubstr("NumPy")));
+  make_file(at("npy.h5"), "\x93NUMPY\x01");  // which is what its content says
+  EXPECT_THAT(refuse<FormatError>("npy.h5"), HasSubstr("truncated header"));
+  make_file(at("zip.h5"), "\x1f\x8b and so on");
+  EXPECT_THAT(refuse<FormatError>("zip.h5"), AllOf(HasSubstr("no HDF5 signature"), HasSubstr("gzip")));
   EXPECT_THAT(refuse<IoError>("none.h5"), HasSubstr("No such file"));
   std::filesystem::create_directory(at("dir.h5"));
   EXPECT_THAT(refuse<IoError>("dir.h5"), HasSubstr("Is a directory"));

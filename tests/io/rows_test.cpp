@@ -89,7 +89,7 @@ TEST_F(RowsTest, LocationsThatExistAreTakenWhole) {
 TEST_F(RowsTest, UnknownExtensionsAreRefusedWithTheKnownOnes) {
   for (const std::string_view text : {"x.xyz", "x", "x.npy/", "x.xyz:npy", "", "x.npyz", "x.npy:", ":x"})
     EXPECT_THROW(parse_location(text), InvalidArgument) << text;
-  EXPECT_THAT(error_of<InvalidArgument>([] { parse_location("x.xyz"); }), HasSubstr(".npy, .h5, .hdf5, .he5"));
+  EXPECT_THAT(error_of<InvalidArgument>([] { parse_location("x.xyz"); }), HasSubstr(".npy, .npz, .h5, .hdf5, .he5"));
   EXPECT_THROW(parse_location(std::string_view("x\0.npy", 6)), InvalidArgument);
 }
 
@@ -220,11 +220,54 @@ TEST_F(RowsTest, EmptyTables) {
   EXPECT_THAT(error_of<FormatError>([&] { open_rows(location("z.npy")); }), HasSubstr("(300, 0)"));
 }
 
-TEST_F(RowsTest, OtherShapesAreRefusedWithTheirShape) {
-  for (const std::string_view shape : {"()", "(3,)", "(3, 4, 1)", "(1, 3, 4)"}) {
+TEST_F(RowsTest, ShapesWithoutRowsOrColumnsAreRefusedWithTheirShape) {
+  for (const std::string_view shape : {"()", "(3, 0)", "(3, 4, 0)", "(0, 3037000500, 0, 9)"}) {
     make_npy("s.npy", "'<f4'", "False", shape, std::string(48, '\0'));
     EXPECT_THAT(error_of<FormatError>([&] { open_rows(location("s.npy")); }),
                 AllOf(HasSubstr("s.npy"), HasSubstr(std::string(shape))));
+  }
+  make_npy("s.npy", "'<f4'", "False", "(0, 4294967296, 4294967296)", "");
+  EXPECT_THAT(error_of<FormatError>([&] { open_rows(location("s.npy")); }), HasSubstr("columns are past 64 bits"));
+}
+
+TEST_F(RowsTest, RowsAreTheFirstOfAnyDimensions) {
+  const auto expect = [&](std::string_view shape, std::uint64_t rows, std::uint64_t dim) {
+    make_npy("s.npy", "'<f4'", "False", shape, bytes_of(counting(rows * dim)));
+    const auto reader = open_rows(location("s.npy"));
+    EXPECT_EQ(reader->rows(), rows) << shape;
+    EXPECT_EQ(reader->dim(), dim) << shape;
+    for (const std::uint64_t step : {1U, 2U, 1000U}) EXPECT_EQ(read_all<float>(*reader, step), counting(rows * dim)) << shape;
+  };
+  expect("(3,)", 3, 1);
+  expect("(0,)", 0, 1);
+  expect("(3, 4, 1)", 3, 4);
+  expect("(1, 3, 4)", 1, 12);
+  expect("(7, 2, 3, 5)", 7, 30);
+}
+
+// Element (r, i, j, ...) of an array in Fortran order holds its place in C order.
+TEST_F(RowsTest, FortranOrderOfManyDimensions) {
+  for (const std::vector<std::uint64_t>& shape :
+       {std::vector<std::uint64_t>{5}, {5, 3, 4}, {1, 3, 4}, {3, 1, 4}, {2001, 3, 2, 7}, {3, 200, 1, 90}}) {
+    std::uint64_t elements = 1;
+    for (const std::uint64_t extent : shape) elements *= extent;
+    std::vector<float> data(elements);
+    for (std::uint64_t at = 0; at < elements; ++at) {
+      std::uint64_t rest = at, place = 0, stride = elements;
+      std::vector<std::uint64_t> index;
+      for (const std::uint64_t extent : shape) {
+        index.push_back(rest % extent);
+        rest /= extent;
+      }
+      for (std::size_t i = 0; i < shape.size(); ++i) place += index[i] * (stride /= shape[i]);
+      data[at] = static_cast<float>(place);
+    }
+    std::string text = "(";
+    for (const std::uint64_t extent : shape) text += std::to_string(extent) + ",";
+    make_npy("f.npy", "'<f4'", "True", text + ")", bytes_of(data));
+    const auto reader = open_rows(location("f.npy"));
+    for (const std::uint64_t step : {std::uint64_t{1}, std::uint64_t{7}, reader->rows()})
+      EXPECT_EQ(read_all<float>(*reader, step), counting(elements)) << text << " by " << step;
   }
 }
 

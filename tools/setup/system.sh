@@ -42,6 +42,7 @@ for group in "$@"; do
       need ninja-build have ninja
       need libhdf5-dev have_header hdf5.h hdf5/serial/hdf5.h
       need libxxhash-dev have_header xxhash.h
+      need zlib1g-dev have_header zlib.h
       need liburing-dev have_header liburing.h
       need libboost-dev have_header boost/interprocess/mapped_region.hpp
       need libcli11-dev have_header CLI/CLI.hpp

@@ -194,8 +194,6 @@ def test_structured_source_without_a_field_lists_the_fields(cli: Embermap, tmp_p
 @pytest.mark.parametrize(
     "array",
     [
-        np.zeros(5, np.float32),
-        np.zeros((2, 3, 4), np.float32),
         np.zeros((), np.float32),
         np.zeros((3, 0), np.float32),
         np.zeros((3, 2), np.uint16),
@@ -213,6 +211,23 @@ def test_what_is_no_table_is_refused_with_its_shape_or_dtype(
     error = cli.fails("convert", "a.npy", "b.npy", cwd=tmp_path, says=["a.npy"]).error
     assert str(array.shape) in error or array.dtype.str in error
     assert names(tmp_path) == ["a.npy"]
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 4), (7, 1, 2, 3)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_rows_are_the_first_dimension(
+    cli: Embermap, tmp_path: Path, shape: tuple[int, ...], order: Any
+) -> None:
+    array = np.asarray(random_rows(shape[0], int(np.prod(shape[1:]))).reshape(shape), order=order)
+    np.save(tmp_path / "a.npy", array)
+    with h5py.File(tmp_path / "a.h5", "w") as f:
+        f["plain"] = array
+        f.create_dataset(
+            "packed", data=array, chunks=tuple(max(1, n // 2) for n in shape), compression=1
+        )
+    for source in ["a.npy", "a.h5:plain", "a.h5:packed"]:
+        cli.ok("convert", source, "b.npy", "--overwrite", cwd=tmp_path)
+        np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), array.reshape(shape[0], -1))
 
 
 def test_object_arrays_are_never_unpickled(cli: Embermap, tmp_path: Path) -> None:

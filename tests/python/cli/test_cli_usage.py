@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 COMMANDS = [
     "create",
     "info",
+    "ls",
     "import",
     "export",
     "convert",

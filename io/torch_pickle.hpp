@@ -1,0 +1,40 @@
+// The pickle of a torch.save() file, read for the tensors in it. Nothing is executed: a handful of known names stand for tensors,
+// storages and containers, everything else is refused by its name.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/dtype.hpp"
+
+namespace embermap {
+
+// One tensor, as a view of a storage. Counts and strides are in elements, and lie within the storage.
+struct TorchTensor {
+  std::string name;     // keys and indices on the way to it, with dots between: "model.encoder.weight", "state.0.exp_avg"
+  std::string dtype;    // "float32", ... as torch calls it
+  std::string storage;  // key of the storage: record "data/KEY" of the archive
+  std::uint64_t storage_elements = 0;
+  std::uint64_t offset = 0;
+  std::vector<std::uint64_t> shape, strides;
+};
+
+// Bytes of an element of a dtype of torch's; 0 for a name that is none (or has no fixed size).
+std::uint64_t torch_item_size(std::string_view dtype);
+
+// All tensors that can be reached through dictionaries, lists and tuples from the object that was saved, in its order. Protocols
+// 2 to 5. Throws FormatError naming `file`: what is no such pickle, an instruction or a global name that is not known here (with
+// the name), counts that contradict each other, a tensor outside of its storage, more than 4 Mi values, 64 levels, or a million
+// entries.
+std::vector<TorchTensor> read_torch_pickle(const std::filesystem::path& file, std::span<const std::byte> pickle);
+
+// A pickle of protocol 2 that torch.load(weights_only=True) reads: an OrderedDict with one tensor of this shape (C order) under
+// `name`, whose storage has the key "0".
+std::string format_torch_pickle(std::string_view name, std::uint64_t rows, std::uint64_t dim, DType dtype);
+
+}  // namespace embermap

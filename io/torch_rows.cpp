@@ -1,0 +1,274 @@
+// torch.save() files: zip archives of a pickle and the storages of its tensors.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "base/checked.hpp"
+#include "base/error.hpp"
+#include "base/size_text.hpp"
+#include "io/addition.hpp"
+#include "io/elements.hpp"
+#include "io/formats.hpp"
+#include "io/torch_pickle.hpp"
+#include "io/zip.hpp"
+
+namespace embermap {
+namespace {
+
+using namespace std::string_view_literals;
+
+constexpr std::uint64_t kLargestPickle = 256_MiB;
+constexpr std::string_view kPickle = "/data.pkl";
+// A long integer that files of torch before 1.6 begin with, as pickle writes it.
+constexpr std::string_view kLegacyMagic = "\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"sv;
+
+bool starts_with(std::span<const std::byte> head, std::string_view magic) {
+  return head.size() >= magic.size() && std::equal(magic.begin(), magic.end(), head.begin(), [](char a, std::byte b) {
+           return static_cast<unsigned char>(a) == std::to_integer<unsigned char>(b);
+         });
+}
+
+// The folder in the archive that all records of torch lie in; nothing if it is no archive of torch's.
+std::optional<std::string> prefix_of(const ZipDirectory& directory) {
+  for (const ZipMember& member : directory.members()) {
+    if (!member.name.ends_with(kPickle)) continue;
+    const std::string prefix = member.name.substr(0, member.name.size() - kPickle.size());
+    if (!prefix.empty() && prefix.find('/') == std::string::npos) return prefix;
+  }
+  return std::nullopt;
+}
+
+struct Archive {
+  explicit Archive(const std::filesystem::path& path) : file{File::open(path, File::Mode::kRead)}, directory{check(file)} {
+    const auto found = prefix_of(directory);
+    if (!found) throw FormatError(path, "is no file of torch.save(): there is no data.pkl in it");
+    prefix = *found;
+    if (directory.find(prefix + "/constants.pkl") != nullptr)
+      throw FormatError(path,
+                        "is a TorchScript program, which is not read here; save the state_dict of the model with torch.save()");
+    if (const ZipMember* const order = directory.find(prefix + "/byteorder")) {
+      const std::string text = record(*order, 16);
+      if (text != "little" && text != "big")
+        throw FormatError(path, fmt::format("its byte order is '{}', neither 'little' nor 'big'", printable(text)));
+      swap = text == "big";
+    }
+    const std::string pickle = record(*directory.find(prefix + std::string(kPickle)), kLargestPickle);
+    tensors = read_torch_pickle(path, std::as_bytes(std::span(pickle)));
+  }
+
+  static const File& check(const File& file) {
+    std::array<std::byte, 512> buffer;
+    const auto head = std::span<const std::byte>(buffer).first(file.read_some(0, buffer));
+    if (starts_with(head, kLegacyMagic))
+      throw FormatError(
+          file.path(),
+          "is a file of torch before 1.6 (or of _use_new_zipfile_serialization=False), one pickle without an archive, "
+          "which is not read here; load it with torch and torch.save() it again");
+    if (!begins_like_zip(head)) {
+      const std::string what = looks_like(head);
+      throw FormatError(file.path(), fmt::format("is no file of torch.save(){}{}", what.empty() ? "" : "; it looks like ", what));
+    }
+    return file;
+  }
+
+  std::string record(const ZipMember& member, std::uint64_t most) const {
+    if (member.bytes > most)
+      throw FormatError(file.path(), fmt::format("its '{}' has {} bytes, more than the {} accepted", printable(member.name),
+                                                 member.bytes, most));
+    ZipMemberReader reader(file, directory, member, /*check=*/false);
+    // By pieces: what a small deflated member says of its size is not believed before it is there.
+    std::string out;
+    while (out.size() < member.bytes) {
+      const std::size_t at = out.size();
+      out.resize(std::min<std::uint64_t>(member.bytes, at + 4_MiB));
+      reader.read(at, std::as_writable_bytes(std::span(out)).subspan(at));
+    }
+    return out;
+  }
+
+  const ZipMember* storage(const TorchTensor& tensor) const {
+    return directory.find(fmt::format("{}/data/{}", prefix, tensor.storage));
+  }
+
+  File file;
+  ZipDirectory directory;
+  std::string prefix;
+  bool swap = false;
+  std::vector<TorchTensor> tensors;
+};
+
+std::optional<ElementFormat> element_of(const TorchTensor& tensor, bool swap) {
+  if (tensor.dtype == "bool") return ElementFormat{DType::kUInt8, false, true};
+  for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kFloat64, DType::kInt8, DType::kUInt8,
+                            DType::kInt32, DType::kInt64})
+    if (dtype_name(dtype) == tensor.dtype) return ElementFormat{dtype, swap && item_size(dtype) > 1, false};
+  return std::nullopt;
+}
+
+std::string layout_of(const Archive& archive, const TorchTensor& tensor) {
+  std::string out;
+  const auto dense = dense_strides(tensor.shape, 1, /*fortran_order=*/false);
+  bool contiguous = true;
+  for (std::size_t i = 0; i < dense.size(); ++i)
+    contiguous = contiguous && (tensor.shape[i] <= 1 || tensor.strides[i] == dense[i]);
+  out = contiguous ? "contiguous" : fmt::format("strides {}", shape_to_text(tensor.strides));
+  if (const ZipMember* const member = archive.storage(tensor); member != nullptr && member->method != ZipMember::kStored)
+    out += fmt::format(", {}", member->method_text());
+  if (archive.swap) out += ", big-endian";
+  return out;
+}
+
+std::uint64_t bytes_of(const TorchTensor& tensor) {
+  std::uint64_t out = torch_item_size(tensor.dtype);
+  for (const std::uint64_t extent : tensor.shape)
+    if (extent == 0) return 0;
+  for (const std::uint64_t extent : tensor.shape)
+    if (__builtin_mul_overflow(out, extent, &out)) return UINT64_MAX;  // expanded: strides of 0
+  return out;
+}
+
+class TorchRowReader final : public RowReader {
+ public:
+  TorchRowReader(std::unique_ptr<Archive> archive, std::size_t index, const Location& location, const ReadOptions& options)
+      : archive_{std::move(archive)} {
+    const TorchTensor& tensor = archive_->tensors[index];
+    where_ =
+        tensor.name.empty() ? printable(location.file) : fmt::format("{}:{}", printable(location.file), printable(tensor.name));
+    text_ = fmt::format("{}, torch, {} {}, {}", where_, tensor.dtype, shape_to_text(tensor.shape), layout_of(*archive_, tensor));
+    const std::optional<ElementFormat> element = element_of(tensor, archive_->swap);
+    if (!element)
+      throw DTypeError(fmt::format("{} holds {}, which a table cannot; it holds {}", where_, tensor.dtype, table_dtypes()));
+    check_requested_dtype(where_, element->dtype, options.dtype);
+    const auto [rows, dim] =
+        table_shape(location.file, tensor.name.empty() ? "" : fmt::format("{} has ", printable(tensor.name)), tensor.shape);
+    rows_ = rows;
+    dim_ = dim;
+    dtype_ = element->dtype;
+    const ZipMember* const member = archive_->storage(tensor);
+    if (member == nullptr)
+      throw FormatError(location.file,
+                        fmt::format("the storage '{}' of '{}' is not in it", printable(tensor.storage), printable(tensor.name)));
+    const std::uint64_t item = item_size(dtype_);
+    if (tensor.storage_elements > member->bytes / item)
+      throw FormatError(location.file, fmt::format("the storage '{}' of '{}' has {} bytes, not {} elements of {} bytes",
+                                                   printable(tensor.storage), printable(tensor.name), member->bytes,
+                                                   tensor.storage_elements, item));
+    // torch can be told to leave checksums out, and does not look at them itself.
+    reader_ = std::make_unique<ZipMemberReader>(archive_->file, archive_->directory, *member, /*check=*/false);
+    // All elements lie in the storage (checked when the pickle was read), and that in the file: no product is past 64 bits, but
+    // for strides that are never taken.
+    std::vector<std::uint64_t> strides;
+    for (std::size_t i = 0; i < tensor.shape.size(); ++i)
+      strides.push_back(tensor.shape[i] <= 1 ? item : tensor.strides[i] * item);
+    strided_ = StridedRows([this](std::uint64_t offset, std::span<std::byte> out) { reader_->read(offset, out); },
+                           strided_layout(tensor.shape, strides, tensor.offset * item, *element));
+  }
+  TorchRowReader(const TorchRowReader&) = delete;
+  TorchRowReader& operator=(const TorchRowReader&) = delete;
+
+  std::string description() const override { return text_; }
+  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
+    check_row_range(where_, first, count, rows_);
+    strided_.read(first, count, out);
+  }
+  std::uint64_t block_rows() const override { return strided_.block_rows(); }
+
+ private:
+  std::unique_ptr<Archive> archive_;
+  std::unique_ptr<ZipMemberReader> reader_;
+  std::string where_, text_;
+  StridedRows strided_;
+};
+
+class TorchRowWriter final : public RowWriter {
+ public:
+  TorchRowWriter(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype, const WriteOptions& options)
+      : temporary_{TemporaryFile::create(location.file, options.overwrite)},
+        count_{printable(location.file), rows},
+        row_bytes_{checked_mul(dim, item_size(dtype), "bytes of a row")},
+        zip_{temporary_.file()} {
+    const std::uint64_t bytes = checked_mul(rows, row_bytes_, "bytes of the tensor");
+    temporary_.file().reserve(bytes);
+    add("archive/data.pkl", format_torch_pickle(location.selector.empty() ? "weight" : location.selector, rows, dim, dtype));
+    add("archive/byteorder", "little");
+    zip_.begin("archive/data/0", bytes, /*level=*/-1, kAlign);
+  }
+
+  void write(std::uint64_t count, const std::byte* rows) override {
+    count_.add(count);
+    const std::uint64_t bytes = count * row_bytes_;
+    if (pending_.size() + bytes > kPendingBytes) flush();
+    if (bytes >= kPendingBytes)
+      zip_.write({rows, bytes});
+    else
+      pending_.insert(pending_.end(), rows, rows + bytes);
+  }
+
+  void finish() override {
+    count_.finish();
+    flush();
+    zip_.end();
+    add("archive/version", "3\n");
+    zip_.finish();
+    temporary_.commit();
+  }
+
+ private:
+  static constexpr std::uint64_t kPendingBytes = 1_MiB;  // small writes are gathered to this
+  static constexpr std::uint64_t kAlign = 64;            // of records, as torch's own files have it
+
+  void add(std::string_view name, std::string_view text) {
+    zip_.begin(name, text.size(), /*level=*/-1, kAlign);
+    zip_.write(std::as_bytes(std::span(text)));
+    zip_.end();
+  }
+  void flush() {
+    zip_.write(pending_);
+    pending_.clear();
+  }
+
+  TemporaryFile temporary_;
+  RowCount count_;
+  std::uint64_t row_bytes_;
+  ZipWriter zip_;
+  std::vector<std::byte> pending_;
+};
+
+}  // namespace
+
+Fit fit_torch(const File& file, std::span<const std::byte> head) {
+  if (starts_with(head, kLegacyMagic)) return Fit::kCertain;  // the reader says what it is
+  return begins_like_zip(head) && prefix_of(ZipDirectory(file)) ? Fit::kCertain : Fit::kNo;
+}
+
+std::vector<Entry> list_torch(const std::filesystem::path& path) {
+  const Archive archive(path);
+  std::vector<Entry> out;
+  for (const TorchTensor& tensor : archive.tensors)
+    out.push_back({tensor.name, tensor.shape, tensor.dtype, bytes_of(tensor), layout_of(archive, tensor)});
+  return out;
+}
+
+std::unique_ptr<RowReader> open_torch_rows(const Location& location, const ReadOptions& options) {
+  auto archive = std::make_unique<Archive>(location.file);
+  std::vector<Candidate> all;
+  for (const TorchTensor& tensor : archive->tensors)
+    all.push_back({tensor.name, fmt::format("{} {}", tensor.dtype, shape_to_text(tensor.shape)),
+                   element_of(tensor, archive->swap).has_value(), tensor.shape.size()});
+  const std::size_t chosen = choose_array(location, "tensor", all);
+  if (std::count_if(all.begin(), all.end(), [&](const Candidate& one) { return one.name == all[chosen].name; }) > 1)
+    throw InvalidArgument(fmt::format("{}: several tensors are called '{}' there, in dictionaries within dictionaries",
+                                      printable(location.file), printable(all[chosen].name)));
+  return std::make_unique<TorchRowReader>(std::move(archive), chosen, location, options);
+}
+
+std::unique_ptr<RowWriter> create_torch_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                                             const WriteOptions& options) {
+  return std::make_unique<TorchRowWriter>(location, rows, dim, dtype, options);
+}
+
+}  // namespace embermap
