@@ -39,7 +39,7 @@ PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema
       ledger_{std::move(ledger)},
       schema_{schema},
       geometry_{geometry},
-      pages_{geometry.pages()},
+      pages_{0},
       init_{init},
       seed_{seed},
       compute_{compute},
@@ -54,6 +54,7 @@ PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema
       page_io_{std::make_unique<PageIo>(data_, io, options.io)} {
   if (swap_ && schema_.structured())
     throw InvalidArgument(fmt::format("table '{}': structured records have the byte order of this machine", printable(table_)));
+  pages_ = geometry_.pages();
 }
 
 PageIo& PageFile::io() const {
