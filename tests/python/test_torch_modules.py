@@ -97,10 +97,12 @@ def test_a_row_of_padding_is_left_alone(make, device):
 def test_max_norm(make, device, norm, kind):
     table = make(dtype=kind)
     ours = em.torch.Embedding(table, max_norm=1.5, norm_type=norm)
-    theirs = like(table, device, max_norm=1.5, norm_type=norm)
+    # The largest element is not the norm that torch 2.11 takes for "inf" on a GPU.
+    place = "cpu" if norm == float("inf") else device
+    theirs = like(table, place, max_norm=1.5, norm_type=norm)
     before = whole(table)
     ids = torch.tensor([1, 2, 2, 30, 7], device=device)
-    torch.testing.assert_close(ours(ids).detach(), theirs(ids).detach())
+    torch.testing.assert_close(ours(ids).detach().cpu(), theirs(ids.to(place)).detach().cpu())
     torch.testing.assert_close(whole(table), theirs.weight.data.cpu())
     assert (whole(table) != before).any()
     others = [row for row in range(ROWS) if row not in ids.tolist()]
@@ -367,14 +369,16 @@ def test_weights_of_samples_and_their_gradients(make, device, padding, kind):
     start = torch.tensor([0.5, 2.0, -1.0, 3.0], device=device, dtype=dtype)
     weights = [start.clone().requires_grad_() for _ in range(2)]
     outputs = [m(ids, offsets, w) for m, w in zip((ours, theirs), weights, strict=True)]
-    torch.testing.assert_close(outputs[0], outputs[1])
+    # Sums of halves: torch rounds them in another order on a GPU than on a CPU.
+    near = {"rtol": 0.04, "atol": 0.1} if kind == "bfloat16" else {}
+    torch.testing.assert_close(outputs[0], outputs[1], **near)
     for output in outputs:
         output.square().sum().backward()
-    torch.testing.assert_close(weights[0].grad, weights[1].grad)
-    torch.testing.assert_close(ours.weight.grad.to_dense(), theirs.weight.grad)
+    torch.testing.assert_close(weights[0].grad, weights[1].grad, **near)
+    torch.testing.assert_close(ours.weight.grad.to_dense(), theirs.weight.grad, **near)
     square = ids.reshape(2, 2)
     torch.testing.assert_close(
-        ours(square, None, start.reshape(2, 2)), theirs(square, None, start.reshape(2, 2))
+        ours(square, None, start.reshape(2, 2)), theirs(square, None, start.reshape(2, 2)), **near
     )
 
 
