@@ -397,6 +397,31 @@ def test_what_cannot_be_saved_leaves_the_last_file(store, file):
     assert sorted(each.name for each in file.parent.iterdir()) == ["model.pt", "store"]
 
 
+def test_a_full_disk_leaves_the_last_file(path, file, run_python):
+    code = """
+        import errno, os, resource, signal, sys, torch, embermap as em
+        path, file = sys.argv[1:]
+        with em.open(path, memory="16MiB", threads=1) as store:
+            table = store.create("t", rows=20, dim=4)
+            model = torch.nn.Sequential(em.torch.Embedding(table), torch.nn.Linear(4, 2000))
+            saved = em.torch.save(model, file)
+            unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (9000, unlimited[1]))
+            try:
+                em.torch.save(model, file)
+            except OSError as error:
+                assert error.errno == errno.EFBIG and error.filename == file + ".part", error
+            else:
+                raise AssertionError("no error")
+            resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+            assert store.commit_number == saved.commits[0]
+            assert em.torch.load(model, file) == saved
+    """
+    run_python(code, path, file)
+    assert sorted(each.name for each in file.parent.iterdir()) == ["model.pt", "store"]
+
+
 def test_files_that_are_none(store, file):
     model = Model(store)
     with pytest.raises(FileNotFoundError, match="model.pt"):

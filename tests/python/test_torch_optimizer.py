@@ -173,6 +173,38 @@ def test_adding_groups(store):
     assert len(optimizer.param_groups) == 3
 
 
+def every_optimizer():
+    """Names of what tables can be trained with."""
+    return [name for name in em.optim.__all__ if dataclasses.is_dataclass(getattr(em.optim, name))]
+
+
+@pytest.mark.parametrize("kind", every_optimizer())
+def test_every_optimizer_of_tables(store, kind):
+    table = store.create(
+        "t", rows=ROWS, dim=DIM, optimizer=getattr(em.optim, kind)(lr=0.05), init=em.init.Normal()
+    )
+    ours = em.torch.Embedding(table)
+    optimizer = em.torch.Optimizer(ours)
+    pairs = [(ours, optimizer)]
+    if hasattr(torch.optim, kind):  # torch has no row-wise Adagrad
+        theirs = torch.nn.Embedding(ROWS, DIM, sparse=kind == "SparseAdam")
+        theirs.weight.data.copy_(torch.from_numpy(table[:]))
+        pairs.append((theirs, getattr(torch.optim, kind)(theirs.parameters(), lr=0.05)))
+    for _ in range(4):
+        for module, steps in pairs:
+            steps.zero_grad()
+            module(torch.arange(ROWS)).square().sum().backward()
+            steps.step()
+    if len(pairs) == 2:
+        assert_same(table, theirs)
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert group["step"] == table.step == 4
+    again = em.torch.Optimizer(em.torch.Embedding(table))
+    again.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == table.optimizer.lr == 0.05
+
+
 def test_hooks_are_called(table):
     embedding = em.torch.Embedding(table)
     optimizer = em.torch.Optimizer(embedding)

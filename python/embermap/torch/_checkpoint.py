@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import secrets
@@ -285,12 +286,40 @@ def _part(file: Path) -> Path:
     return file.with_name(f"{file.name}.part")
 
 
+class _Writer:
+    """A file that keeps its error: torch makes another one of it, without errno."""
+
+    def __init__(self, out: io.FileIO) -> None:
+        self._out = out
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        count = len(rest)
+        try:
+            while rest:
+                rest = rest[self._out.write(rest) :]
+        except OSError as error:
+            self.error = error
+            raise
+        return count
+
+    def flush(self) -> None:
+        """There is nothing to flush."""
+
+
 def _write(content: dict[str, Any], file: Path) -> None:
     """A complete, durable file, or none."""
     try:
-        with file.open("wb") as out:
-            torch.save(content, out)
-            out.flush()
+        with file.open("wb", buffering=0) as out:
+            writer: Any = _Writer(out)
+            try:
+                torch.save(content, writer)
+            except RuntimeError as error:
+                if writer.error is None:
+                    raise
+                failed = writer.error
+                raise OSError(failed.errno, failed.strerror, str(file)) from error
             os.fsync(out.fileno())
         try:
             torch.load(file, map_location="meta", weights_only=True)
