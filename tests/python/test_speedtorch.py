@@ -774,6 +774,35 @@ def test_an_optimizer_of_somebody_else():
         assert optimizer.state[model.u_embeddings.weight]["calls"] == 103
 
 
+def test_an_optimizer_that_keeps_more_than_numbers():
+    """It makes its own state in the first step, as always."""
+
+    class Logging(Plain):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if not self.state[p]:
+                        self.state[p]["log"] = []
+                        self.state[p]["last"] = torch.zeros_like(p)
+                    self.state[p]["log"].append(len(p))
+                    self.state[p]["last"].copy_(p.grad)
+
+    model = Model()
+    optimizer = Logging([model.u_embeddings.weight])
+    with SpeedTorch.OptimizerFactory(optimizer, V, D, model, "u_embeddings") as state:
+        state.optInit()
+        assert state.optVarList == ["last"]
+        for ids in ([1, 2], [2, 3, 4]):
+            model.u_embeddings.weight.grad = None
+            model.u_embeddings.weight.data = torch.zeros(len(ids), D)
+            state.beforeForwardPass(ids)
+            model.u_embeddings.weight.grad = torch.tensor(ids).float()[:, None].expand(-1, D)
+            optimizer.step()
+            state.afterOptimizerStep(ids)
+        assert state.getNumpyVersion()["last"][:6, 0].tolist() == [0, 1, 2, 3, 4, 0]
+        assert optimizer.state[model.u_embeddings.weight]["log"] == [2, 3]
+
+
 @pytest.mark.parametrize("name", ["LBFGS", "Adafactor", "Muon"])
 def test_optimizers_that_mix_rows_are_refused(name, model):
     if not hasattr(torch.optim, name):

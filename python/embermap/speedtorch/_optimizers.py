@@ -65,6 +65,7 @@ class State:
 
     fields: dict[str, Field]
     numbers: dict[str, Any]  # one for all rows, as it is before the first step
+    complete: bool  # whether that is all, so that it can be made before the first step
 
 
 def describe(
@@ -104,9 +105,11 @@ def describe(
     fields: dict[str, Field] = {}
     numbers: dict[str, Any] = {}
     for name, value in record.first.items():
-        if not isinstance(value, Tensor) or value.ndim == 0:
-            if value is not None:
+        if not isinstance(value, Tensor):
+            if isinstance(value, int | float):
                 numbers[name] = value
+        elif value.ndim == 0:
+            numbers[name] = value
         elif value.shape[0] == rows and value.ndim <= 2 and value.numel() in (rows, rows * dim):
             fields[name] = Field(tuple(value.shape[1:]), value.dtype, _constant(value))
         else:
@@ -114,7 +117,8 @@ def describe(
                 f"{kind.__name__} keeps {name!r} of shape {tuple(value.shape)} for {rows} rows of "
                 f"{dim} elements, which is not one value for each row or element"
             )
-    return State(fields, numbers)
+    complete = len(fields) + len(numbers) == len(record.first)
+    return State(fields, numbers, complete)
 
 
 def _constant(value: Tensor) -> float:
@@ -134,6 +138,7 @@ class OptimizerSwitcher(Base):
     """What the optimizer factories have in common."""
 
     _first_steps: ClassVar[str] = "optInit(), resume() or a load first"
+    _numbers: Variable | None = None  # steps and the like, where rows are kept
 
     def _begin(
         self,
@@ -208,10 +213,9 @@ class OptimizerSwitcher(Base):
         Raises NotFoundError (there is none), ValueError (of another shape or dtype).
         """
         self._make(resume=True)
-        numbers = self._numbers_table()
-        if numbers is not None:
-            values = numbers.numpy()
-            self._take_numbers(dict(zip(self._state.numbers, values.tolist(), strict=True)))
+        if self._numbers is not None:
+            values = self._numbers.numpy().tolist()
+            self._take_numbers(dict(zip(self._state.numbers, values, strict=True)))
         self._untouched = False
 
     def _make(self, *, resume: bool = False) -> None:
@@ -241,11 +245,6 @@ class OptimizerSwitcher(Base):
             raise ValueError(f"table {name!r} of {str(store.path)!r} is of another optimizer")
         self._numbers = Variable(table, (), torch.float64, torch.device("cpu"))
 
-    _numbers: Variable | None = None
-
-    def _numbers_table(self) -> Variable | None:
-        return self._numbers
-
     def _fields(self) -> dict[str, Variable]:
         variables = self._live().variables
         return {name: variables[self._prefix + name] for name in self._state.fields}
@@ -271,8 +270,10 @@ class OptimizerSwitcher(Base):
         ids = flat_ids(retrievedPosIndexes, retrievedNegIndexes, reach)
         rows = {name: variable.gather(ids) for name, variable in fields.items()}
         live = self._live_state
-        if self._untouched and self._group.get("dampening") and not any(n in live for n in fields):
-            return  # the first buffer of SGD is the gradient, undampened: it makes its own
+        # The first buffer of SGD is the gradient, undampened: it makes its own.
+        own = self._group.get("dampening") or not self._state.complete
+        if self._untouched and own and not any(name in live for name in fields):
+            return
         for name, value in rows.items():
             live[name] = value.to(device, self._state.fields[name].dtype)
         for name, number in self._state.numbers.items():
