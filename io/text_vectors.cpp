@@ -72,8 +72,10 @@ bool is_too_large(std::string_view text) {
     std::string_view digits = text.substr(i + 1);
     const bool negative = digits.starts_with('-');
     if (negative || digits.starts_with('+')) digits.remove_prefix(1);
-    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), exponent);
-    if (error == std::errc::result_out_of_range) exponent = std::numeric_limits<std::int64_t>::max() / 2;
+    const std::errc error = std::from_chars(digits.data(), digits.data() + digits.size(), exponent).ec;
+    // Far beyond any number of digits, and far from the end of the range.
+    constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max() / 2;
+    exponent = error == std::errc::result_out_of_range ? kMost : std::min(exponent, kMost);
     if (negative) exponent = -exponent;
   }
   return power + exponent > 0;

@@ -97,6 +97,9 @@ TEST_F(TextVectorsTest, WhatIsNoNumberIsNamedWithLineAndColumn) {
   EXPECT_THAT(word2vec_error("1 2\na 1 +-2\n"), HasSubstr("'+-2' is no number"));
   EXPECT_THAT(word2vec_error("1 2\na 1 1e39\n"), HasSubstr("'1e39' is more than float32 can hold"));
   EXPECT_THAT(word2vec_error("1 1\na 1,5\n"), HasSubstr("'1,5' is no number"));
+  for (const std::string_view number :
+       {"1e9223372036854775807", "0.1e9223372036854775808", "1e99999999999999999999", "123456e38"})
+    EXPECT_THAT(word2vec_error(fmt::format("1 1\na {}\n", number)), HasSubstr("more than float32")) << number;
   // The first of many, whatever the thread.
   std::string text = "5000 2\n";
   for (int i = 0; i < 5000; ++i) text += i > 3000 ? "w 1 x\n" : "w 1 2\n";
@@ -107,6 +110,13 @@ TEST_F(TextVectorsTest, NumbersTooSmallAreRounded) {
   const auto got =
       word2vec("1 6\na 1e-50 -1e-400 1e-45 0.00000000000000000000000000000000000000000000000000001 -0 1.17549429e-38\n");
   EXPECT_EQ(bits_of(got.numbers), (std::vector<std::uint32_t>{0, 0x80000000U, 1, 0, 0x80000000U, 0x7FFFFF + 1U}));
+}
+
+TEST_F(TextVectorsTest, NumbersOfManyDigitsAreWhatTheyAre) {
+  const std::string zeros(400, '0');
+  const auto got =
+      word2vec("1 4\na 0.00001e-9223372036854775808 -1e-99999999999999999999 0." + zeros + "1e401 1" + zeros + "e-400\n");
+  EXPECT_EQ(bits_of(got.numbers), bits_of({0.0F, -0.0F, 1.0F, 1.0F}));
 }
 
 TEST_F(TextVectorsTest, HeadersThatDoNotMatchAreRefused) {
