@@ -25,10 +25,6 @@ constexpr std::uint64_t kEncodeGrain = 64U << 10;                 // bytes of pa
 constexpr std::uint64_t kApplyShare = 8;
 // Until the log is half full it rests this many times as long as it works, so that batches find the disk free.
 constexpr int kRest = 1;
-// Applying reads the log in its order, so that many pages come with one request, and over what is no longer needed in between
-// where that is no longer than this. A stretch with few pages that are needed (not one of so many) is not read as a whole.
-constexpr std::uint64_t kReadOver = 16U << 10;
-constexpr std::uint64_t kLeastLive = 8;
 constexpr std::uint64_t kEntryBytes = 4096;  // of the limit that an entry of the index stands for, where memory is not the bound
 
 }  // namespace
@@ -481,7 +477,7 @@ std::optional<RedoLog::Applied> RedoLog::committed_now() {
   });
   lock.unlock();
   std::sort(work.items.begin(), work.items.end(),
-            [](const Item& x, const Item& y) { return std::pair(x.table, x.position) < std::pair(y.table, y.position); });
+            [](const Item& x, const Item& y) { return std::pair(x.table, x.page) < std::pair(y.table, y.page); });
   return work;
 }
 
@@ -554,71 +550,41 @@ void RedoLog::apply_table(LogTarget& target, std::span<const Item> items, bool i
                           const std::function<void(std::uint64_t)>& step) {
   const std::uint64_t page_bytes = target.page_bytes();
   const std::uint64_t together = std::max<std::uint64_t>(1, std::max(kLeastStaging, options_.transfer_bytes) / page_bytes);
-  const AlignedBuffer memory(checked_add(checked_mul(together, page_bytes, "bytes of pages"), kLogBlock, "bytes of pages"));
+  const AlignedBuffer memory(
+      std::max(checked_mul(std::min<std::uint64_t>(together, items.size()), page_bytes, "bytes of pages"), kLogBlock));
   std::vector<IoPiece> pieces;
   std::vector<LogTarget::Page> pages;
-  for (std::size_t first = 0; first < items.size() && !(stop_ && in_background);) {
+  for (std::size_t first = 0; first < items.size() && !(stop_ && in_background); first += together) {
     const auto begin = std::chrono::steady_clock::now();
+    const auto some = items.subspan(first, std::min<std::size_t>(together, items.size() - first));
     pieces.clear();
     pages.clear();
-    const std::size_t count = gather_window(target, items.subspan(first), memory, together, pieces, pages);
+    for (const Item& item : some) {
+      if (item.in_place) {
+        target.apply_in_place(item.page, item.checksum);
+      } else if (item.page == kHeaderPage) {
+        std::vector<std::byte> bytes(kLogBlock);
+        file_.read(item.position, bytes);
+        if (page_checksum(bytes) != item.checksum)
+          throw CorruptError(
+              fmt::format("{}: the .npy header at byte {} does not match its checksum", printable(file_.path()), item.position));
+        target.apply_header(bytes);
+      } else {
+        std::byte* const slot = memory.data() + pages.size() * page_bytes;
+        pages.push_back({item.page, slot, item.checksum});
+        pieces.push_back({item.position, slot, page_bytes, page_bytes});
+      }
+    }
+    std::sort(pieces.begin(), pieces.end(), [](const IoPiece& a, const IoPiece& b) { return a.offset < b.offset; });
     io_.read(pieces);
-    std::sort(pages.begin(), pages.end(), [](const auto& a, const auto& b) { return a.page < b.page; });
     target.apply(pages);
-    step(count);
-    first += count;
+    step(some.size());
     if (!in_background) continue;
     // The disk is the batches' as well, while there is room in the log.
     std::unique_lock lock(mutex_);
     const auto hurried = [&] { return stop_.load() || waiting_ != 0 || used() > options_.limit / 2; };
     changed_.wait_for(lock, (std::chrono::steady_clock::now() - begin) * kRest, hurried);
   }
-}
-
-std::size_t RedoLog::gather_window(LogTarget& target, std::span<const Item> items, const AlignedBuffer& memory,
-                                   std::uint64_t together, std::vector<IoPiece>& pieces,
-                                   std::vector<LogTarget::Page>& pages) const {
-  const std::uint64_t page_bytes = target.page_bytes();
-  std::optional<std::uint64_t> base;  // of a stretch of the log as long as the memory
-  std::size_t count = 0;
-  bool sparse = false;
-  const auto has_bytes = [](const Item& item) { return !item.in_place && item.page != kHeaderPage; };
-  const auto fits = [&](const Item& item) { return item.position - *base <= memory.size() - page_bytes; };
-  for (std::uint64_t live = 0; count < items.size() && live < together; ++count) {
-    const Item& item = items[count];
-    if (!has_bytes(item)) continue;
-    if (!base) base = item.position / kLogBlock * kLogBlock;
-    if (!fits(item)) {
-      if (sparse || live >= together / kLeastLive) break;
-      sparse = true;
-    }
-    ++live;
-  }
-  for (const Item& item : items.first(count)) {
-    if (item.in_place) {
-      target.apply_in_place(item.page, item.checksum);
-    } else if (item.page == kHeaderPage) {
-      std::vector<std::byte> bytes(kLogBlock);
-      file_.read(item.position, bytes);
-      if (page_checksum(bytes) != item.checksum)
-        throw CorruptError(
-            fmt::format("{}: the .npy header at byte {} does not match its checksum", printable(file_.path()), item.position));
-      target.apply_header(bytes);
-    } else if (sparse) {
-      std::byte* const slot = memory.data() + pages.size() * page_bytes;
-      pages.push_back({item.page, slot, item.checksum});
-      pieces.push_back({item.position, slot, page_bytes, page_bytes});
-    } else {
-      std::byte* const at = memory.data() + (item.position - *base);
-      pages.push_back({item.page, at, item.checksum});
-      const std::uint64_t end = item.position + page_bytes;
-      if (pieces.empty() || item.position - (pieces.back().offset + pieces.back().bytes) > kReadOver)
-        pieces.push_back({item.position, at, page_bytes, page_bytes});
-      else
-        pieces.back().bytes = pieces.back().room = end - pieces.back().offset;
-    }
-  }
-  return count;
 }
 
 void RedoLog::set_header(const LogHeader& header) {

@@ -210,7 +210,7 @@ class RedoLog final : public LoggedPages {
   struct Applied {
     std::uint64_t tail, end, commit;
     std::string manifest;
-    std::vector<Item> items;  // by table and position
+    std::vector<Item> items;  // by table and page
   };
   // Applies what is committed now. False if there was nothing. Below: its steps, with apply_mutex_ held.
   bool apply_once(bool in_background, const Progress& progress);
@@ -221,10 +221,6 @@ class RedoLog final : public LoggedPages {
   void forget_applied(const Applied& work);  // the log no longer has it
   void apply_table(LogTarget& target, std::span<const Item> items, bool in_background,
                    const std::function<void(std::uint64_t)>& step);
-  // Takes the next pages to be applied, at most `together`: fills in what is to be read of the log, into `memory`, and where the
-  // pages are then. Headers and pages in place are applied at once. Returns how many items these are.
-  std::size_t gather_window(LogTarget& target, std::span<const Item> items, const AlignedBuffer& memory, std::uint64_t together,
-                            std::vector<IoPiece>& pieces, std::vector<LogTarget::Page>& pages) const;
   void start_applying();
   void begin_anew();                                // if it is empty; with apply_mutex_ and append_mutex_ held
   LogTarget* target_of(std::uint32_t table) const;  // null if there is none
