@@ -5,8 +5,10 @@ What fuzzing found lies beside them and stays.
 
 from __future__ import annotations
 
+import io
 import json
 import struct
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -75,6 +77,143 @@ def make_npy() -> None:
             5,
             0,
         ),
+    )
+
+
+def npz(
+    members: dict[str, bytes], method: int = zipfile.ZIP_STORED, *, zip64: bool = False
+) -> bytes:
+    """An archive; times are those of no clock, so that it is the same each time."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        for name, content in members.items():
+            info = zipfile.ZipInfo(name)
+            info.compress_type = method
+            with archive.open(info, "w", force_zip64=zip64) as member:
+                member.write(content)
+    return out.getvalue()
+
+
+def make_npz() -> None:
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (8, 3), }\n"
+    rows = npy(header) + struct.pack("<24f", *range(24))
+    turned = npy(header.replace("False", "True")) + struct.pack("<24f", *range(24))
+    record = npy(
+        "{'descr': [('a', '<i4'), ('v', '<f2', (2,))], 'fortran_order': False, 'shape': (4,), }"
+    )
+    fields = record + bytes(range(32))
+    save("npz", "empty", npz({}))
+    save("npz", "stored", npz({"a.npy": rows, "b.npy": turned}))
+    save("npz", "deflated", npz({"a.npy": rows, "r.npy": fields}, zipfile.ZIP_DEFLATED))
+    save("npz", "zip64", npz({"a.npy": rows}, zip64=True))
+    save("npz", "other", npz({"readme.txt": b"words", "a.npy": rows[:90]}))
+    save("npz", "bzip2", npz({"a.npy": rows}, zipfile.ZIP_BZIP2))
+    save("npz", "behind", b"#!/bin/sh\n" + npz({"a.npy": rows}))
+
+
+def make_safetensors() -> None:
+    def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, object]:
+        return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+    def sized_header(size: int, header: object) -> bytes:
+        return struct.pack("<H", size) + json.dumps(header, separators=(",", ":")).encode()
+
+    save("safetensors", "none", sized_header(0, {}))
+    save("safetensors", "one", sized_header(24, {"a": entry("F32", [3, 2], 0, 24)}))
+    several = {
+        "__metadata__": {"format": "pt"},
+        "b": entry("BF16", [2, 3, 2], 24, 48),
+        "a": entry("F32", [3, 2], 0, 24),
+        "flag": entry("BOOL", [5], 48, 53),
+        "four": entry("F4", [2], 53, 54),
+        "none": entry("I64", [0, 4], 54, 54),
+        "one": entry("U8", [], 54, 55),
+        "new": entry("F128", [1], 55, 71),
+    }
+    save("safetensors", "several", sized_header(71, several))
+    save("safetensors", "hole", sized_header(32, {"a": entry("F32", [2], 8, 16)}))
+    save("safetensors", "other_keys", sized_header(4, {"a": entry("I32", [1], 0, 4) | {"x": [{}]}}))
+    save("safetensors", "huge", sized_header(4, {"a": entry("F32", [2**62, 4], 0, 4)}))
+    save("safetensors", "no_json", sized_header(4, {"a": 1})[:-2])
+
+
+def make_torch() -> None:
+    def text(value: str) -> bytes:
+        return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+    def storage(kind: str, key: str, elements: int) -> bytes:
+        name = b"ctorch\n" + kind.encode() + b"\n"
+        size = b"J" + struct.pack("<i", elements)
+        return b"(" + text("storage") + name + text(key) + text("cpu") + size + b"tQ"
+
+    ordered = b"ccollections\nOrderedDict\n)R"
+
+    def tensor(of: bytes, sizes: bytes, strides: bytes) -> bytes:
+        return (
+            b"ctorch._utils\n_rebuild_tensor_v2\n("
+            + of
+            + b"K\0"
+            + sizes
+            + strides
+            + b"\x89"
+            + ordered
+            + b"tR"
+        )
+
+    plain = tensor(storage("FloatStorage", "0", 12), b"K\x04K\x03\x86", b"K\x03K\x01\x86")
+    turned = tensor(storage("HalfStorage", "1", 12), b"K\x03K\x04\x86", b"K\x01K\x03\x86")
+    save("torch", "alone", b"\x80\x02" + plain + b".")
+    save(
+        "torch",
+        "state",
+        b"\x80\x02"
+        + ordered
+        + b"("
+        + text("a.weight")
+        + plain
+        + text("b")
+        + turned
+        + b"u}"
+        + text("_metadata")
+        + ordered
+        + b"sb.",
+    )
+    nested = (
+        b"\x80\x02}("
+        + text("model")
+        + b"}"
+        + text("w")
+        + plain
+        + b"sK\x07]("
+        + turned
+        + b"NK\x01\x88G"
+        + bytes(8)
+        + b"eu."
+    )
+    save("torch", "nested", nested)
+    parameter = b"\x80\x02ctorch._utils\n_rebuild_parameter\n(" + plain + b"\x88" + ordered + b"tR."
+    save("torch", "parameter", parameter)
+    v3 = (
+        b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n("
+        + storage("UntypedStorage", "0", 12).replace(b"ctorch\n", b"ctorch.storage\n")
+        + b"K\0K\x06\x85K\x01\x85\x89"
+        + ordered
+        + b"ctorch\nuint16\ntR."
+    )
+    save("torch", "version3", v3)
+    memo = (
+        b"\x80\x04\x95"
+        + bytes(8)
+        + b"]\x94(h\0h\0\x8c\x01a\x94\x8e"
+        + struct.pack("<Q", 2)
+        + b"xyK\x05e."
+    )
+    save("torch", "itself", memo)
+    save("torch", "system", b"\x80\x02cos\nsystem\n" + text("true") + b"\x85R.")
+    save(
+        "torch",
+        "long",
+        b"\x80\x02(\x8a\x09" + b"\xff" * 8 + b"\0\x8b" + struct.pack("<I", 3) + b"abct.",
     )
 
 
@@ -380,6 +519,9 @@ if __name__ == "__main__":
     make_flat_rows()
     make_log()
     make_npy()
+    make_npz()
+    make_safetensors()
+    make_torch()
     make_manifest()
     make_page_ledger()
     make_text_vectors()

@@ -56,7 +56,7 @@ def as_torch(rows: Array) -> torch.Tensor:
 
 
 def read_npy(path: Path, dtype: str) -> Array:
-    rows = np.load(path)
+    rows: Array = np.load(path)
     return rows.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else rows
 
 
@@ -64,15 +64,15 @@ def read_h5(path: Path, dtype: str) -> Array:
     with h5py.File(path) as f:
         rows = f["v"]
         if dtype != "bfloat16":
-            return rows[:]
-        raw = np.empty(rows.shape, np.uint16)
+            return np.asarray(rows[:])
+        raw: Array = np.empty(rows.shape, np.uint16)
         rows.id.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, rows.id.get_type())
         return raw.view(ml_dtypes.bfloat16)
 
 
 def read_npz(path: Path, dtype: str) -> Array:
     with np.load(path) as f:
-        rows = f["v"]
+        rows: Array = f["v"]
     return rows.view(ml_dtypes.bfloat16) if dtype == "bfloat16" else rows
 
 
@@ -146,7 +146,7 @@ def test_ls_tells_what_is_in_a_file(cli: Embermap, tmp_path: Path) -> None:
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 def test_arrays_of_numpys_archives(cli: Embermap, tmp_path: Path, save: Any) -> None:
     rng = np.random.default_rng(1)
-    arrays = {
+    arrays: dict[str, Array] = {
         "plain": rng.normal(size=(300, 5)).astype(np.float32),
         "fortran": np.asfortranarray(rng.normal(size=(300, 5))),
         "big": rng.normal(size=(10, 3)).astype(">f4"),
@@ -287,7 +287,7 @@ def test_adding_a_tensor_keeps_the_others_and_the_metadata(cli: Embermap, tmp_pa
 
 def test_sharded_safetensors(cli: Embermap, tmp_path: Path) -> None:
     shards = [{"a": torch.randn(3, 4), "b": torch.randn(2, 2)}, {"c": torch.randn(5, 1)}]
-    where = {}
+    where: dict[str, str] = {}
     for i, shard in enumerate(shards):
         name = f"model-{i + 1:05}-of-00002.safetensors"
         safetensors.torch.save_file(shard, tmp_path / name)
@@ -396,7 +396,7 @@ def test_broken_safetensors(cli: Embermap, tmp_path: Path, content: bytes, says:
 # ---- torch ----
 
 
-def checkpoint() -> dict[str, Any]:
+def checkpoint() -> dict[Any, Any]:
     base = torch.randn(40, 12)
     model = torch.nn.Sequential(torch.nn.Embedding(20, 6), torch.nn.Linear(6, 3))
     optimizer = torch.optim.Adam(model.parameters())
@@ -443,7 +443,7 @@ def walk(value: Any, name: str = "") -> dict[str, torch.Tensor]:
         entries = list(enumerate(value))
     else:
         return {}
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for key, entry in entries:
         found |= walk(entry, f"{name}.{key}" if name else str(key))
     return found
