@@ -321,14 +321,16 @@ class Store:
         allow_external: bool = False,
         progress: Progress | None = None,
     ) -> Table:
-        """Make a table with the rows of a file: "x.npy", "x.npy:field", "x.h5:/path/to/dataset".
+        """Make a table with the rows of a file: "x.npy", "x.npz:member", "x.h5:/path/to/dataset",
+        "x.safetensors:tensor", "x.pt:encoder.weight" (docs/formats.md has all).
 
         Nobody sees the table before it is complete; on failure nothing is left. Memory stays
         small whatever the file's size.
 
         Args:
             name: see the class.
-            src: the file, and after a colon the field or dataset in it.
+            src: the file, and after a colon the field, member, dataset or tensor in it. What the
+                file is, its content tells before its name.
             dtype: convert to this dtype; None keeps the file's. Bytes that do not say what they
                 are (bfloat16 in a .npy) are taken as this.
             optimizer: one of `embermap.optim`; its state begins as in a new table.

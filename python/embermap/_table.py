@@ -615,16 +615,18 @@ class Table:
         gzip: int | None = None,
         progress: Progress | None = None,
     ) -> dict[str, int]:
-        """Write a field to a file of its own: "x.npy", or a dataset of HDF5, "x.h5:/path".
+        """Write a field to a file: "x.npy", "x.npz:member", "x.h5:/path", "x.safetensors:tensor",
+        "x.pt:tensor" (docs/formats.md has all).
 
-        The file appears under its name when it is complete.
+        The file appears under its name when it is complete. Members, datasets and tensors of
+        npz, HDF5 and safetensors are added to a file that is there.
 
         Args:
             dst: where to.
             field: "weight" or a state field of the optimizer.
             overwrite: replace what is there (otherwise FileExistsError).
             dtype: convert to this dtype; None keeps the field's.
-            gzip: compression level 0 to 9, HDF5 only; None writes contiguous.
+            gzip: compression level 0 to 9, HDF5 and npz only; None does not compress.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables, which may wait for this call to end.
 
