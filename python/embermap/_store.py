@@ -325,7 +325,8 @@ class Store:
         vocab: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> Table:
-        """Make a table with the rows of a file: "x.npy", "x.npy:field", "x.h5:/path/to/dataset".
+        """Make a table with the rows of a file: "x.npy", "x.npz:member", "x.h5:/path/to/dataset",
+        "x.safetensors:tensor", "x.pt:encoder.weight" (docs/formats.md has all).
 
         docs/formats.md has all formats. Those with words (word2vec, GloVe, fastText) have them
         written to a vocabulary, one a line, where `Table.export` finds them.
@@ -335,7 +336,8 @@ class Store:
 
         Args:
             name: see the class.
-            src: the file, and after a colon the field or dataset in it.
+            src: the file, and after a colon the field, member, dataset or tensor in it. What the
+                file is, its content tells before its name.
             dtype: convert to this dtype; None keeps the file's. Bytes that do not say what they
                 are (bfloat16 in a .npy) are taken as this.
             optimizer: one of `embermap.optim`; its state begins as in a new table.

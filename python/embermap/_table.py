@@ -646,16 +646,18 @@ class Table:
         vocab: str | os.PathLike[str] | None = None,
         progress: Progress | None = None,
     ) -> dict[str, int]:
-        """Write a field to a file of its own: "x.npy", "x.h5:/path", "x.vec" (docs/formats.md).
+        """Write a field to a file: "x.npy", "x.npz:member", "x.h5:/path", "x.safetensors:tensor",
+        "x.pt:tensor", "x.vec" (docs/formats.md has all).
 
-        The file appears under its name when it is complete.
+        The file appears under its name when it is complete. Members, datasets and tensors of
+        npz, HDF5 and safetensors are added to a file that is there.
 
         Args:
             dst: where to.
             field: "weight" or a state field of the optimizer.
             overwrite: replace what is there (otherwise FileExistsError).
             dtype: convert to this dtype; None keeps the field's.
-            gzip: compression level 0 to 9, HDF5 only; None writes contiguous.
+            gzip: compression level 0 to 9, HDF5 and npz only; None does not compress.
             format: the file's, where its name does not tell: "glove", "word2vec-binary", ...
             vocab: the words of the rows, one a line, for formats with words; None:
                 STORE/NAME.vocab.txt, as import_file leaves it; "none": the numbers of the rows.

@@ -1,5 +1,3 @@
-#include <zlib.h>
-
 #include <cstring>
 #include <numeric>
 #include <thread>
