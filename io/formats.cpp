@@ -54,7 +54,7 @@ constexpr std::array kFormats{
     FormatInfo{Format::kFastTextBinary,
                "fasttext",
                {".bin", ".ftz"},
-               false,
+               true,
                false,
                &fit_fasttext,
                &open_fasttext_rows,

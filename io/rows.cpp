@@ -61,8 +61,8 @@ Location::Format format_to_write(std::string_view text, std::string_view path) {
     others += fmt::format("{}{}", others.empty() ? "" : ", ", info.name);
   }
   if (count > 1)
-    throw InvalidArgument(
-        fmt::format("'{}': several formats are called {}: say which one with --to: {}", printable(text), extension, others));
+    throw InvalidArgument(fmt::format("'{}': several formats are called {}: say which one with --to (or format=): {}",
+                                      printable(text), extension, others));
   return only == nullptr ? named->format : only->format;  // that it cannot be written is told when it is to be
 }
 
