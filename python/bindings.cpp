@@ -5,6 +5,7 @@
 // Every call that takes a lock of the store or of a table, or can wait in another way, releases the GIL: the lock's holder may be
 // waiting for the GIL, to call a progress callback. Only those callbacks take it again, and look for signals, so that Ctrl-C ends
 // a long call. A call without a callback does without the GIL until it is over.
+#include <fmt/format.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/filesystem.h>
@@ -22,7 +23,9 @@
 #include <cstdint>
 #include <exception>
 #include <filesystem>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -32,8 +35,10 @@
 #include <variant>
 #include <vector>
 
+#include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "io/row_range.hpp"
 #include "io/rows.hpp"
 #include "kernels/cuda.hpp"
 #include "store/store.hpp"
@@ -753,6 +758,138 @@ void bind_store(nb::module_& m) {
       .def("forget_after_fork", &Store::forget_after_fork);
 }
 
+// --- files --------------------------------------------------------------------------------------------------------------------
+
+// Rows of a file, for embermap.io. One call at a time: Python's lock keeps others out, but not while rows are read.
+class FileRows {
+ public:
+  FileRows(const nb::bytes& source, const Dtype& dtype, bool allow_external, const std::optional<std::string>& format,
+           std::uint64_t dim, std::uint64_t offset) {
+    const Location location = parse_location(text_of(source), location_options(format, LocationOptions::Use::kRead));
+    const ReadOptions options{.dtype = dtype_of(dtype), .allow_external = allow_external, .dim = dim, .offset = offset};
+    const nb::gil_scoped_release release;
+    reader_ = open_rows(location, options);
+  }
+  std::uint64_t rows() const { return open().rows(); }
+  std::uint64_t dim() const { return open().dim(); }
+  std::string dtype() const { return std::string(dtype_name(open().dtype())); }
+  std::uint64_t block_rows() const { return open().block_rows(); }
+  std::string description() const { return open().description(); }
+  void read(std::uint64_t first, std::uint64_t count, const WritableBytes& out) {
+    const std::span<std::byte> to = bytes_of(out);
+    const nb::gil_scoped_release release;
+    const std::lock_guard lock(mutex_);
+    RowReader& reader = open();
+    if (first > reader.rows() || count > reader.rows() - first ||
+        to.size() != checked_mul(checked_mul(count, reader.dim(), "rows"), item_size(reader.dtype()), "rows"))
+      throw InvalidArgument(fmt::format("rows {} to {} of {}", first, first + count, reader.rows()));
+    reader.read(first, count, to.data());
+  }
+  void close() {
+    const nb::gil_scoped_release release;
+    const std::lock_guard lock(mutex_);
+    reader_.reset();
+  }
+
+ private:
+  RowReader& open() const {
+    if (!reader_) throw ClosedError("the file is closed");
+    return *reader_;
+  }
+  std::mutex mutex_;
+  std::unique_ptr<RowReader> reader_;
+};
+
+nb::list list_file(const nb::bytes& file, const std::optional<std::string>& format) {
+  const Location location = parse_location(text_of(file), location_options(format, LocationOptions::Use::kRead));
+  std::vector<Entry> entries;
+  {
+    const nb::gil_scoped_release release;
+    entries = list_entries(location.file, location.format);
+  }
+  nb::list out;
+  for (const Entry& entry : entries)
+    out.append(nb::make_tuple(entry.name, nb::tuple(nb::cast(entry.shape)), entry.dtype, entry.bytes, entry.layout));
+  return out;
+}
+
+// Rows [first, end) of a file to another one; end 2^64 - 1: all. Returns (rows, dim, source dtype, dtype, infinite, zero).
+nb::tuple convert_file(const nb::bytes& source_text, const nb::bytes& destination_text, const Dtype& dtype,
+                       const Dtype& source_dtype, std::uint64_t first, std::uint64_t end, bool overwrite, std::optional<int> gzip,
+                       const std::optional<std::string>& from, const std::optional<std::string>& to_format,
+                       const nb::bytes& vocabulary, std::uint64_t dim, std::uint64_t offset, bool allow_external,
+                       std::uint64_t memory, const nb::object& callback) {
+  const Location source = parse_location(text_of(source_text), location_options(from, LocationOptions::Use::kRead));
+  const Location destination =
+      parse_location(text_of(destination_text), location_options(to_format, LocationOptions::Use::kWrite));
+  const std::string named = text_of(vocabulary);
+  const std::optional<DType> wanted = dtype_of(dtype), as = dtype_of(source_dtype);
+  const Progress progress = progress_of(callback);
+  const bool some = first != 0 || end != std::numeric_limits<std::uint64_t>::max();
+  std::uint64_t rows = 0, columns = 0;
+  DType read_as{}, written_as{};
+  ConversionReport report;
+  {
+    const nb::gil_scoped_release release;
+    std::error_code ignored;
+    if (std::filesystem::equivalent(source.file, destination.file, ignored))
+      throw InvalidArgument(fmt::format("{} is both source and destination", destination.file.native()));
+    if (some && format_has_words(destination.format) && !format_has_words(source.format) && named != "none")
+      throw InvalidArgument("rows: a vocabulary is of all rows; vocab=\"none\" gives them their numbers");
+    WordTransfer words({.vocabulary = named,
+                        .source_has_words = format_has_words(source.format),
+                        .destination_has_words = format_has_words(destination.format),
+                        .source = source.file,
+                        .destination = destination.file,
+                        .overwrite = overwrite});
+    ReadOptions reading{.dtype = as, .allow_external = allow_external, .words = words.sink(), .dim = dim, .offset = offset};
+    if (first != 0 && reading.words)
+      reading.words = [first, sink = std::move(reading.words)](std::uint64_t row, std::string_view word) {
+        sink(row - first, word);
+      };
+    std::unique_ptr<RowReader> reader = open_rows_as(source, wanted, reading);
+    if (some) {
+      const std::uint64_t last = std::min(end, reader->rows());
+      const std::uint64_t begin = std::min(first, last);
+      reader = std::make_unique<RangeReader>(std::move(reader), begin, last - begin);
+    }
+    rows = reader->rows();
+    columns = reader->dim();
+    read_as = reader->dtype();
+    written_as = wanted.value_or(read_as);
+    words.begin(rows);
+    const auto writer = create_rows(destination, rows, columns, written_as,
+                                    {.overwrite = overwrite, .gzip = gzip.value_or(-1), .words = words.source()});
+    report = copy_rows(*reader, *writer, written_as, memory, progress);
+    words.finish();
+    try {
+      writer->finish();
+    } catch (...) {
+      words.withdraw();
+      throw;
+    }
+  }
+  return nb::make_tuple(rows, columns, std::string(dtype_name(read_as)), std::string(dtype_name(written_as)),
+                        report.became_infinite, report.became_zero);
+}
+
+void bind_files(nb::module_& m) {
+  nb::class_<FileRows>(m, "FileRows")
+      .def(nb::init<const nb::bytes&, const Dtype&, bool, const std::optional<std::string>&, std::uint64_t, std::uint64_t>(),
+           "source"_a, "dtype"_a.none(), "allow_external"_a, "format"_a.none(), "dim"_a, "offset"_a)
+      .def_prop_ro("rows", &FileRows::rows)
+      .def_prop_ro("dim", &FileRows::dim)
+      .def_prop_ro("dtype", &FileRows::dtype)
+      .def_prop_ro("block_rows", &FileRows::block_rows)
+      .def_prop_ro("description", &FileRows::description)
+      .def("read", &FileRows::read, "first"_a, "count"_a, "out"_a.noconvert())
+      .def("close", &FileRows::close);
+  m.def("list_file", &list_file, "file"_a, "format"_a.none());
+  m.def("convert_file", &convert_file, "source"_a, "destination"_a, "dtype"_a.none(), "source_dtype"_a.none(), "first"_a, "end"_a,
+        "overwrite"_a, "gzip"_a.none(), "source_format"_a.none(), "destination_format"_a.none(), "vocabulary"_a, "dim"_a,
+        "offset"_a, "allow_external"_a, "memory"_a, "progress"_a.none());
+}
+
 NB_MODULE(_core, m) {
   leave_hdf5_at_exit();
   // At the end of a process an open store is simply dropped: that is not a leak to report.
@@ -773,6 +910,7 @@ NB_MODULE(_core, m) {
       "location"_a, "format"_a.none());
   m.def("is_store", &is_store, nb::sig("def is_store(path: str | os.PathLike[str]) -> bool"), "path"_a, Release());
   bind_options(m);
+  bind_files(m);
   bind_table(m);
   bind_store(m);
 }

@@ -44,6 +44,8 @@ void finish_command(CLI::App& command, Common& common, Action& chosen, const std
 
 void add_create(CLI::App& app, Common& common, Action& chosen);
 void add_commits(CLI::App& app, Common& common, Action& chosen);
+void add_diff(CLI::App& app, Common& common, Action& chosen);
+void add_head(CLI::App& app, Common& common, Action& chosen);
 void add_info(CLI::App& app, Common& common, Action& chosen);
 void add_ls(CLI::App& app, Common& common, Action& chosen);
 void add_import(CLI::App& app, Common& common, Action& chosen);

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <memory>
 
+#include "tools/any_rows.hpp"
 #include "tools/arguments.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -18,7 +19,8 @@ struct Arguments {
   std::string source, destination, from, to, dtype, source_dtype, vocabulary;
   LayoutArguments layout;
   DestinationArguments output;
-  bool allow_external = false;
+  RangeArguments rows;
+  bool allow_external = false, check = false;
 };
 
 int convert(const Arguments& arguments, const Common& common) {
@@ -40,10 +42,20 @@ int convert(const Arguments& arguments, const Common& common) {
                       .source = source.file,
                       .destination = destination.file,
                       .overwrite = options.overwrite});
+  const bool own_words = format_has_words(source.format);
+  if (arguments.rows.given() && format_has_words(destination.format) && !own_words && arguments.vocabulary != "none")
+    throw UsageError("--rows: a vocabulary is of all rows; --vocab none gives them their numbers");
   ReadOptions reading{.dtype = as, .allow_external = arguments.allow_external, .words = words.sink()};
   arguments.layout.set(reading, source);
   options.words = words.source();
-  const std::unique_ptr<RowReader> reader = open_rows_as(source, to, reading);
+  std::uint64_t first = 0;  // of the rows
+  if (arguments.rows.given() && reading.words)
+    reading.words = [&first, sink = std::move(reading.words)](std::uint64_t row, std::string_view word) {
+      sink(row - first, word);
+    };
+  std::unique_ptr<RowReader> reader = open_rows_as(source, to, reading);
+  first = arguments.rows.of(reader->rows()).first;
+  reader = arguments.rows.apply(std::move(reader));
   words.begin(reader->rows());
   TransferResult result{.source = arguments.source,
                         .destination = arguments.destination,
@@ -66,8 +78,18 @@ int convert(const Arguments& arguments, const Common& common) {
       throw;
     }
   }
+  if (arguments.check) {
+    ReadOptions again = reading;
+    again.words = {};
+    const std::unique_ptr<RowReader> before = arguments.rows.apply(open_rows_as(source, to, again));
+    ReadOptions back{.dtype = result.to, .dim = result.dim};
+    const std::unique_ptr<RowReader> after = open_written(destination, back);
+    check_written(*before, *after, result.to, arguments.destination, common.memory);
+  }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  print_transfer(common, result, vocabulary_json(words));
+  Json extra = vocabulary_json(words);
+  if (arguments.check) extra["checked"] = true;
+  print_transfer(common, result, extra);
   return kDone;
 }
 
@@ -90,6 +112,8 @@ void add_convert(CLI::App& app, Common& common, Action& chosen) {
                         "The words of the rows, one a line: written for SRC with words, read for DST with words alone (default "
                         "SRC.vocab.txt or DST.vocab.txt); 'none': not written, or the numbers of the rows");
   arguments->output.add_to(*command);
+  arguments->rows.add_to(*command);
+  command->add_flag("--check", arguments->check, "Read DST back and compare it with SRC");
   command->add_flag("--allow-external", arguments->allow_external,
                     "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
   finish_command(*command, common, chosen,

@@ -6,6 +6,7 @@
 
 #include "base/error.hpp"
 #include "store/store.hpp"
+#include "tools/any_rows.hpp"
 #include "tools/arguments.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -20,7 +21,8 @@ namespace {
 struct Arguments {
   std::string table, destination, to, dtype, vocabulary;
   DestinationArguments output;
-  bool accept_unclean = false;
+  RangeArguments rows;
+  bool accept_unclean = false, check = false;
 };
 
 // Half of the memory is for hot pages. Where a store needs more to be opened it gets all: what its error names is then what the
@@ -51,7 +53,9 @@ int export_table(const Arguments& arguments, const Common& common) {
     throw InvalidArgument(fmt::format("{} is the file of the table {} itself; it is not replaced", printable(destination.file),
                                       printable(path.text())));
   check_destination(destination, {}, options.overwrite);
-  const std::unique_ptr<RowReader> reader = table_rows(table, path.field);
+  const std::unique_ptr<RowReader> reader = arguments.rows.apply(table_rows(table, path.field));
+  if (arguments.rows.given() && format_has_words(destination.format) && arguments.vocabulary != "none")
+    throw UsageError("--rows: a vocabulary is of all rows; --vocab none gives them their numbers");
   check_vocabulary_option(arguments.vocabulary, format_has_words(destination.format));
   WordTransfer words({.vocabulary = arguments.vocabulary,
                       .destination_has_words = format_has_words(destination.format),
@@ -74,8 +78,15 @@ int export_table(const Arguments& arguments, const Common& common) {
     check_interrupt();
     writer->finish();
   }
+  if (arguments.check) {
+    const std::unique_ptr<RowReader> before = arguments.rows.apply(table_rows(table, path.field));
+    const std::unique_ptr<RowReader> after = open_written(destination, {.dtype = result.to, .dim = result.dim});
+    check_written(*before, *after, result.to, arguments.destination, common.memory / 2);
+  }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  print_transfer(common, result, Json{{"field", json_text(path.field)}, {"commit", store.commit_number()}});
+  Json extra{{"field", json_text(path.field)}, {"commit", store.commit_number()}};
+  if (arguments.check) extra["checked"] = true;
+  print_transfer(common, result, extra);
   return kDone;
 }
 
@@ -92,6 +103,8 @@ void add_export(CLI::App& app, Common& common, Action& chosen) {
                         "The words of the rows for a DST with words, one a line (default STORE/TABLE.vocab.txt); 'none': the "
                         "numbers of the rows");
   arguments->output.add_to(*command);
+  arguments->rows.add_to(*command);
+  command->add_flag("--check", arguments->check, "Read DST back and compare it with the table");
   command->add_flag("--accept-unclean", arguments->accept_unclean,
                     "Take rows as they are after a session that ended without commit");
   add_store_options(*command, common);

@@ -66,6 +66,8 @@ int run(int argc, char** argv) {
   add_create(app, common, action);
   add_info(app, common, action);
   add_ls(app, common, action);
+  add_head(app, common, action);
+  add_diff(app, common, action);
   add_commits(app, common, action);
   add_import(app, common, action);
   add_export(app, common, action);

@@ -64,6 +64,12 @@ void LayoutArguments::set(ReadOptions& options, const Location& source) const {
   if (!offset_.empty()) options.offset = parse_count("--offset", offset_);
 }
 
+ReadOptions LayoutArguments::options(ReadOptions options) const {
+  if (!dim_.empty()) options.dim = parse_count("--dim", dim_);
+  if (!offset_.empty()) options.offset = parse_count("--offset", offset_);
+  return options;
+}
+
 void add_vocabulary_option(CLI::App& command, std::string& vocabulary, const char* help) {
   command.add_option("--vocab", vocabulary, help)->type_name("FILE");
 }

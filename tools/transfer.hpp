@@ -42,6 +42,8 @@ class LayoutArguments {
  public:
   void add_to(CLI::App& command);
   void set(ReadOptions& options, const Location& source) const;  // throws UsageError
+  // The same where the source is not known yet: what it does not need is not looked at.
+  ReadOptions options(ReadOptions options) const;
 
  private:
   std::string dim_, offset_;

@@ -8,6 +8,7 @@
         rows = items.gather([3, 1, 4])
         items.update([3, 1, 4], gradients)
 
+`embermap.io` reads rows of other programs' files, and `embermap.convert` copies them.
 `embermap.torch` has modules and optimizers for PyTorch, `embermap.speedtorch` the classes of
 SpeedTorch; they are imported when first used.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import _core, init, optim
+from . import _core, init, io, optim
 from ._errors import (
     BudgetError,
     CorruptError,
@@ -34,6 +35,7 @@ from ._errors import (
 from ._prefetch import Prefetcher
 from ._store import Commit, Store, open  # noqa: A004
 from ._table import Prefetch, Table, TableView
+from .io import convert
 
 if TYPE_CHECKING:
     from . import speedtorch as speedtorch
@@ -59,9 +61,11 @@ __all__ = [
     "Table",
     "TableView",
     "__version__",
+    "convert",
     "cuda_absence",
     "cuda_devices",
     "init",
+    "io",
     "open",
     "optim",
 ]

@@ -1,0 +1,309 @@
+"""Rows in files of other programs: NumPy, HDF5, safetensors, torch, word vectors, and more.
+
+    rows = em.io.open("model.safetensors:encoder.weight")
+    rows.shape, rows.dtype                  # (30522, 384), float32
+    rows[5], rows[100:200], rows[-1]        # arrays of their own
+    for first, block in rows.blocks():      # all of them, with little memory
+        ...
+
+    em.io.ls("model.pt")                    # what a file holds
+    em.convert("glove.6B.100d.txt", "glove.npy")
+
+docs/formats.md has all formats. Nothing in a file is executed. Rows are the first dimension: an
+array of more than two is rows of all the others.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import _checks, _core, _dtypes
+
+__all__ = ["Entry", "Rows", "convert", "ls", "open"]
+
+Path = str | os.PathLike[str]
+Progress = Callable[[int, int], object]
+
+_BLOCK_BYTES = 1 << 20
+_ALL = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An array in a file. `name` opens it, as `FILE:name`; empty where the file holds no other."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # as the format calls it, where a table cannot hold it
+    bytes: int  # of the array, not compressed
+    layout: str  # "stored", "deflated", "chunked (64, 128), gzip", ...
+
+
+class Rows:
+    """The rows of an array in a file; nothing is read before it is asked for.
+
+    A context manager. Rows come as NumPy arrays of their own, in native byte order; bfloat16 needs
+    the package ml_dtypes. Thread safety: calls from several threads take turns.
+    """
+
+    def __init__(self, core: _core.FileRows) -> None:
+        # Not for callers: from open().
+        self._core = core
+        self.shape: tuple[int, int] = (core.rows, core.dim)
+        self._name = core.dtype
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Of the arrays. Raises ImportError for bfloat16 without ml_dtypes."""
+        return _dtypes.numpy_dtype(self._name)
+
+    @property
+    def ndim(self) -> int:
+        """2."""
+        return 2
+
+    @property
+    def description(self) -> str:
+        """What the rows come from: "model.h5:/v, chunked, gzip"."""
+        return self._core.description
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> NDArray[Any]:
+        """`rows[5]`, `rows[3:7]`, `rows[::2]`, `rows[[4, 1]]`, `rows[3:7, 0]`, as in NumPy."""
+        columns: Any = slice(None)
+        if isinstance(key, tuple):
+            if len(key) > 2:
+                raise IndexError(f"rows have two dimensions, {len(key)} were given")
+            key, columns = (*key, slice(None))[:2]
+        if key is Ellipsis:
+            key = slice(None)
+        if isinstance(key, slice):
+            chosen = range(*key.indices(len(self)))
+            if len(chosen) == 0:
+                picked = np.empty((0, self.shape[1]), self.dtype)
+            else:
+                first, last = min(chosen[0], chosen[-1]), max(chosen[0], chosen[-1])
+                if abs(chosen.step) == 1:
+                    picked = self._read(first, last - first + 1)[:: chosen.step]
+                else:
+                    picked = self._pick(np.asarray(chosen))
+            return picked[:, columns]
+        try:
+            row = operator.index(key)
+        except TypeError:
+            ids = np.asarray(key)
+            if ids.dtype == bool:
+                if ids.shape != (len(self),):
+                    raise IndexError(f"a mask of shape {ids.shape} for {len(self)} rows") from None
+                ids = np.flatnonzero(ids)
+            elif ids.size == 0:
+                ids = ids.astype(np.int64)
+            elif ids.dtype.kind not in "iu":
+                raise IndexError(f"rows are chosen by integers, not by {key!r}") from None
+            flat = ids.reshape(-1).astype(np.int64)
+            bad = (flat < -len(self)) | (flat >= len(self))
+            if bad.any():
+                raise IndexError(
+                    f"row {flat[bad.argmax()]} of {self.description}, which has {len(self)}"
+                ) from None
+            picked = self._pick(np.where(flat < 0, flat + len(self), flat))
+            return picked.reshape(*ids.shape, self.shape[1])[..., columns]
+        if not -len(self) <= row < len(self):
+            raise IndexError(f"row {row} of {self.description}, which has {len(self)}")
+        return self._read(row % len(self), 1)[0][columns]
+
+    def __iter__(self) -> Iterator[NDArray[Any]]:
+        for _, block in self.blocks():
+            yield from block
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("rows of a file cannot be an array without a copy")
+        whole = self._read(0, len(self))
+        return whole if dtype is None else whole.astype(dtype, copy=False)
+
+    def blocks(self, rows: int | None = None) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(number of the first row, rows) for consecutive blocks of all rows.
+
+        Args:
+            rows: how many at a time; None takes what the file is stored in, about a MiB or a few.
+        """
+        if rows is None:
+            wide = max(1, self.shape[1] * _dtypes.ITEM_BYTES[self._name])
+            size = max(self._core.block_rows, _BLOCK_BYTES // wide, 1)
+        else:
+            size = _checks.integer(rows, "rows")
+            if size == 0:
+                raise ValueError("rows must be at least 1")
+        for first in range(0, len(self), size):
+            yield first, self._read(first, min(size, len(self) - first))
+
+    def close(self) -> None:
+        """Give the file back. Further reads raise ValueError."""
+        self._core.close()
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        rows, dim = self.shape
+        return f"<embermap.io.Rows {rows:,} x {dim:,} {self._name}>"
+
+    def _read(self, first: int, count: int) -> NDArray[Any]:
+        out = np.empty((count, self.shape[1]), self.dtype)
+        self._core.read(first, count, out.reshape(-1).view(np.uint8))
+        return out
+
+    def _pick(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+        """Rows by number: in ascending order from the file, each once."""
+        out = np.empty((len(ids), self.shape[1]), self.dtype)
+        distinct, where = np.unique(ids, return_inverse=True)
+        found = np.empty((len(distinct), self.shape[1]), self.dtype)
+        begin = 0
+        for end in range(1, len(distinct) + 1):  # neighbours in one read
+            if end == len(distinct) or distinct[end] != distinct[end - 1] + 1:
+                found[begin:end] = self._read(int(distinct[begin]), end - begin)
+                begin = end
+        out[:] = found[where.reshape(-1)]
+        return out
+
+
+def open(  # noqa: A001
+    src: Path,
+    *,
+    format: str | None = None,  # noqa: A002
+    dtype: Any = None,
+    dim: int | None = None,
+    offset: int = 0,
+    allow_external: bool = False,
+) -> Rows:
+    """Open the rows of a file: "x.npy", "x.h5:/dataset", "x.safetensors:tensor", "x.vec", ...
+
+    Args:
+        src: the file, and after a colon the field, member, dataset or tensor in it.
+        format: the file's, where content and name do not tell: "glove", "raw", ...
+        dtype: what bytes are that do not say it (raw files, bfloat16 in a .npy); of text, float64
+            instead of float32. Else it must be the file's.
+        dim, offset: columns, and bytes before the first row, of raw files.
+        allow_external: let an HDF5 file refer to raw files in its own folder.
+
+    Raises: FileNotFoundError, FormatError, NotFoundError (no such array; the error lists those that
+    are there), TypeError (elements that no table can hold), ValueError, OSError.
+    """
+    return Rows(
+        _core.FileRows(
+            os.fsencode(src),
+            None if dtype is None else _dtypes.dtype_name(dtype),
+            bool(allow_external),
+            None if format is None else str(format),
+            _columns(dim),
+            _checks.integer(offset, "offset"),
+        )
+    )
+
+
+def ls(file: Path, *, format: str | None = None) -> list[Entry]:  # noqa: A002
+    """The arrays in a file, found out from its headers alone. Raises as `open`."""
+    found = _core.list_file(os.fsencode(file), None if format is None else str(format))
+    return [Entry(name, tuple(shape), dtype, size, how) for name, shape, dtype, size, how in found]
+
+
+def convert(
+    src: Path,
+    dst: Path,
+    *,
+    dtype: Any = None,
+    rows: slice | tuple[int | None, int | None] | None = None,
+    overwrite: bool = False,
+    gzip: int | None = None,
+    src_format: str | None = None,
+    dst_format: str | None = None,
+    source_dtype: Any = None,
+    vocab: Path | None = None,
+    dim: int | None = None,
+    offset: int = 0,
+    allow_external: bool = False,
+    memory: int | str = "256MiB",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Copy rows from file to file, as `embermap convert` does, with little memory.
+
+    The new file appears under its name when it is complete; on failure nothing is left.
+
+    Args:
+        src: the file, and after a colon the array in it.
+        dst: where to; members, datasets and tensors are added to a file that is there.
+        dtype: convert to this dtype (nearest even); None keeps the file's.
+        rows: only these, a slice or (first, end) as of one, with step 1.
+        overwrite: replace what is there (otherwise FileExistsError).
+        gzip: compression level 0 to 9, HDF5 and npz only.
+        src_format, dst_format: where content and names do not tell.
+        source_dtype: what bytes of `src` are that do not say it.
+        vocab: the words of the rows, see docs/formats.md.
+        dim, offset: columns, and bytes before the first row, of a raw `src`.
+        allow_external: let an HDF5 file refer to raw files in its own folder.
+        memory: bound of the buffers.
+        progress: called with (done, total) rows; may raise to stop.
+
+    Returns {"rows", "dim", "source_dtype", "dtype", "became_infinite", "became_zero"}: the last two
+    count values that the new dtype does not hold.
+
+    Raises: as `open`; FileExistsError, TypeError (a value that the dtype cannot hold, by row and
+    column), ValueError (src is dst), OSError (a full disk).
+    """
+    first, end = 0, _ALL
+    if rows is not None:
+        part = rows if isinstance(rows, slice) else slice(*rows)
+        if part.step not in (None, 1):
+            raise ValueError(f"rows must be consecutive, not {rows!r}")
+        with open(
+            src,
+            format=src_format,
+            dtype=source_dtype,
+            dim=dim,
+            offset=offset,
+            allow_external=allow_external,
+        ) as there:
+            first, end, _ = part.indices(len(there))
+        end = max(first, end)
+    found = _core.convert_file(
+        os.fsencode(src),
+        os.fsencode(dst),
+        None if dtype is None else _dtypes.dtype_name(dtype),
+        None if source_dtype is None else _dtypes.dtype_name(source_dtype),
+        first,
+        end,
+        bool(overwrite),
+        None if gzip is None else _checks.integer(gzip, "gzip"),
+        None if src_format is None else str(src_format),
+        None if dst_format is None else str(dst_format),
+        b"" if vocab is None else os.fsencode(vocab),
+        _columns(dim),
+        _checks.integer(offset, "offset"),
+        bool(allow_external),
+        _checks.size(memory, "memory"),
+        progress,
+    )
+    names = ("rows", "dim", "source_dtype", "dtype", "became_infinite", "became_zero")
+    return dict(zip(names, found, strict=True))
+
+
+def _columns(dim: int | None) -> int:
+    if dim is None:
+        return 0
+    columns = _checks.integer(dim, "dim")
+    if columns == 0:
+        raise ValueError("dim must be at least 1")
+    return columns

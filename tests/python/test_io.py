@@ -1,0 +1,172 @@
+"""embermap.io and embermap.convert: rows of files as arrays, and from file to file."""
+
+from __future__ import annotations
+
+import embermap as em
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def values():
+    return np.random.default_rng(0).standard_normal((1000, 7)).astype(np.float32)
+
+
+@pytest.fixture
+def file(tmp_path, values):
+    path = tmp_path / "x.npy"
+    np.save(path, values)
+    return path
+
+
+KEYS = [
+    5,
+    -1,
+    np.int64(3),
+    slice(None),
+    slice(3, 9),
+    slice(None, None, -1),
+    slice(900, 2000),
+    slice(5, 5),
+    slice(2, 900, 7),
+    slice(900, 2, -7),
+    [4, 1, 1, -2],
+    [],
+    np.arange(12).reshape(3, 4),
+    (slice(3, 7), 0),
+    (slice(3, 7), slice(1, 3)),
+    ([1, 2], 1),
+    (5, 2),
+    Ellipsis,
+]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=repr)
+def test_keys_are_those_of_numpy(file, values, key):
+    with em.io.open(file) as rows:
+        assert (rows.shape, rows.ndim, len(rows)) == ((1000, 7), 2, 1000)
+        assert rows.dtype == np.float32
+        found = rows[key]
+        assert found.shape == values[key].shape
+        assert np.array_equal(found, values[key])
+
+
+def test_masks(file, values):
+    mask = np.arange(1000) % 3 == 0
+    rows = em.io.open(file)
+    assert np.array_equal(rows[mask], values[mask])
+    with pytest.raises(IndexError, match="mask"):
+        rows[mask[:10]]
+
+
+@pytest.mark.parametrize("key", [1000, -1001, [0, 1000], [-1001], 1.5, "a", (1, 2, 3)])
+def test_rows_that_are_not_there(file, key):
+    with pytest.raises(IndexError):
+        em.io.open(file)[key]
+
+
+@pytest.mark.parametrize("size", [None, 1, 333, 1000, 5000])
+def test_blocks_are_all_rows_in_order(file, values, size):
+    rows = em.io.open(file)
+    blocks = list(rows.blocks(size))
+    assert [first for first, _ in blocks] == list(np.cumsum([0] + [len(b) for _, b in blocks])[:-1])
+    assert np.array_equal(np.concatenate([block for _, block in blocks]), values)
+    assert np.array_equal(np.array(list(rows)), values)
+    assert np.array_equal(np.asarray(rows), values)
+    with pytest.raises(ValueError, match="at least 1"):
+        next(rows.blocks(0))
+
+
+def test_a_closed_file_is_an_error(file):
+    rows = em.io.open(file)
+    rows.close()
+    rows.close()
+    with pytest.raises(ValueError, match="closed"):
+        rows[0]
+
+
+def test_errors_name_what_is_wrong(tmp_path, file):
+    with pytest.raises(FileNotFoundError):
+        em.io.open(tmp_path / "none.npy")
+    (tmp_path / "bad.npy").write_bytes(b"\x93NUMPY\x01")
+    with pytest.raises(em.FormatError, match="bad.npy"):
+        em.io.open(tmp_path / "bad.npy")
+    with pytest.raises(ValueError, match="format"):
+        em.io.open(file, format="parquet")
+    with pytest.raises(ValueError, match="dim"):
+        em.io.open(file, dim=0)
+
+
+def test_ls(tmp_path, values):
+    path = tmp_path / "x.npz"
+    np.savez(path, a=values, b=np.arange(5))
+    found = {entry.name: entry for entry in em.io.ls(path)}
+    assert found["a"].shape == (1000, 7)
+    assert found["a"].dtype == "float32"
+    assert found["a"].bytes == values.nbytes
+    assert found["b"].shape == (5,)
+    assert np.array_equal(em.io.open(f"{path}:a")[:], values)
+
+
+@pytest.mark.parametrize(
+    "name", ["y.npy", "y.npz", "y.h5", "y.safetensors", "y.pt", "y.vec", "y.fvecs", "y.fbin"]
+)
+def test_convert_and_back(tmp_path, file, values, name):
+    there = tmp_path / name
+    result = em.convert(file, there, vocab="none" if name.endswith("vec") else None)
+    assert result == {
+        "rows": 1000,
+        "dim": 7,
+        "source_dtype": "float32",
+        "dtype": "float32",
+        "became_infinite": 0,
+        "became_zero": 0,
+    }
+    assert np.array_equal(em.io.open(there)[:], values)
+    em.convert(there, tmp_path / "back.npy", vocab="none" if name.endswith("vec") else None)
+    assert np.array_equal(np.load(tmp_path / "back.npy"), values)
+
+
+@pytest.mark.parametrize("rows", [slice(10, 20), (10, 20), (None, 3), (990, None), (-5, None)])
+def test_convert_some_rows(tmp_path, file, values, rows):
+    em.convert(file, tmp_path / "some.npy", rows=rows)
+    wanted = values[rows if isinstance(rows, slice) else slice(*rows)]
+    assert np.array_equal(np.load(tmp_path / "some.npy"), wanted)
+
+
+def test_convert_rows_with_words(tmp_path, values):
+    text = tmp_path / "w.vec"
+    lines = [f"{len(values)} 7"]
+    lines += [f"word{i} " + " ".join(map(repr, row.tolist())) for i, row in enumerate(values)]
+    text.write_text("\n".join(lines) + "\n")
+    em.convert(text, tmp_path / "w.npy", rows=(5, 9))
+    assert np.array_equal(np.load(tmp_path / "w.npy"), values[5:9])
+    words = (tmp_path / "w.npy.vocab.txt").read_text().split()
+    assert words == ["word5", "word6", "word7", "word8"]
+
+
+def test_convert_changes_the_dtype(tmp_path):
+    np.save(tmp_path / "x.npy", np.array([[1e6, 1.5], [1e-9, -2]], np.float32))
+    result = em.convert(tmp_path / "x.npy", tmp_path / "y.npy", dtype="float16")
+    assert (result["became_infinite"], result["became_zero"]) == (1, 1)
+    assert np.load(tmp_path / "y.npy").dtype == np.float16
+
+
+def test_convert_keeps_what_is_there(tmp_path, file, values):
+    there = tmp_path / "y.npy"
+    there.write_bytes(b"mine")
+    with pytest.raises(FileExistsError):
+        em.convert(file, there)
+    assert there.read_bytes() == b"mine"
+    em.convert(file, there, overwrite=True)
+    assert np.array_equal(np.load(there), values)
+    with pytest.raises(ValueError, match="both source and destination"):
+        em.convert(file, file, overwrite=True)
+    assert np.array_equal(np.load(file), values)
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        em.convert(file, tmp_path / "z.npy", progress=stop)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.npy"]
