@@ -423,7 +423,9 @@ class Store:
         return self._live.tables()
 
     def remove(self, name: str) -> None:
-        """Delete a table and its files, for good, without a commit. An adopted file stays.
+        """Delete a table and its files, for good, without a commit.
+
+        An adopted file stays, and so does the vocabulary of words that `import_file` has written.
 
         Raises: NotFoundError, PermissionError (store read-only).
         """
