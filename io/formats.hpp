@@ -25,10 +25,10 @@ struct FormatInfo {
   static constexpr std::size_t kHeadBytes = 4096;
 
   Location::Format format;
-  std::string_view name;                       // of --from and --to
-  std::array<std::string_view, 6> extensions;  // lower case, with the dot; the first names it in messages
-  bool members;                                // a selector names one of several things in a file
-  bool compresses;
+  std::string_view name;                                          // of --from and --to
+  std::array<std::string_view, 6> extensions;                     // lower case, with the dot; the first names it in messages
+  bool members;                                                   // a selector names one of several things in a file
+  bool compresses;                                                // WriteOptions::gzip means something
   Fit (*fit)(const File& file, std::span<const std::byte> head);  // nullptr: kPossible. May read more of the file; may throw
   std::unique_ptr<RowReader> (*open)(const Location& location, const ReadOptions& options);
   // nullptr: cannot be written. Sizes and dim are checked before (see create_rows).
@@ -52,10 +52,14 @@ const FormatInfo* format_by_content(const std::filesystem::path& file);
 std::unique_ptr<RowReader> open_npy_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_npy_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                            const WriteOptions& options);
+Fit fit_npy(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_npy(const std::filesystem::path& file);
 
 std::unique_ptr<RowReader> open_hdf5_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_hdf5_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                             const WriteOptions& options);
+Fit fit_hdf5(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_hdf5(const std::filesystem::path& file);
 
 std::unique_ptr<RowReader> open_npz_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_npz_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
@@ -75,37 +79,39 @@ std::unique_ptr<RowWriter> create_torch_rows(const Location& location, std::uint
 Fit fit_torch(const File& file, std::span<const std::byte> head);
 std::vector<Entry> list_torch(const std::filesystem::path& file);
 
-Fit fit_npy(const File& file, std::span<const std::byte> head);
-Fit fit_hdf5(const File& file, std::span<const std::byte> head);
 // An array in NumPy's format of `size` bytes that `read` gives (and keeps alive); `name` names them in errors.
 std::unique_ptr<RowReader> open_npy_array(const std::filesystem::path& name, const std::string& field, std::uint64_t size,
                                           const ReadBytes& read, const ReadOptions& options);
 // It as entries: `prefix`, or one "prefix:field" for each field.
 std::vector<Entry> npy_entries(const NpyHeader& header, const std::string& prefix, std::string_view layout);
-std::vector<Entry> list_npy(const std::filesystem::path& file);
-std::vector<Entry> list_hdf5(const std::filesystem::path& file);
 
-Fit fit_word2vec_text(const File& file, std::span<const std::byte> head);
-Fit fit_glove(const File& file, std::span<const std::byte> head);
-Fit fit_word2vec_binary(const File& file, std::span<const std::byte> head);
-Fit fit_fasttext(const File& file, std::span<const std::byte> head);
-std::vector<Entry> list_fasttext(const std::filesystem::path& file);
 std::unique_ptr<RowReader> open_word2vec_text_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_word2vec_text_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                                      const WriteOptions& options);
+Fit fit_word2vec_text(const File& file, std::span<const std::byte> head);
+
 std::unique_ptr<RowReader> open_glove_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_glove_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                              const WriteOptions& options);
+Fit fit_glove(const File& file, std::span<const std::byte> head);
+
 std::unique_ptr<RowReader> open_word2vec_binary_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_word2vec_binary_rows(const Location& location, std::uint64_t rows, std::uint64_t dim,
                                                        DType dtype, const WriteOptions& options);
+Fit fit_word2vec_binary(const File& file, std::span<const std::byte> head);
+
 std::unique_ptr<RowReader> open_fasttext_rows(const Location& location, const ReadOptions& options);
+Fit fit_fasttext(const File& file, std::span<const std::byte> head);
+std::vector<Entry> list_fasttext(const std::filesystem::path& file);
+
 std::unique_ptr<RowReader> open_vecs_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_vecs_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                             const WriteOptions& options);
+
 std::unique_ptr<RowReader> open_bin_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_bin_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                            const WriteOptions& options);
+
 std::unique_ptr<RowReader> open_raw_rows(const Location& location, const ReadOptions& options);
 std::unique_ptr<RowWriter> create_raw_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                            const WriteOptions& options);

@@ -68,7 +68,7 @@ struct LocationOptions {
 // for a name that several formats to write share, with their names; and for nothing after the ':'.
 Location parse_location(std::string_view text, const LocationOptions& options = {});
 
-// One array in a file, found out from headers alone.
+// One array in a file, found out without reading its rows (but for GloVe, whose lines are counted).
 struct Entry {
   std::string name;  // the selector that opens it; empty: the file holds nothing else
   std::vector<std::uint64_t> shape;
@@ -77,7 +77,8 @@ struct Entry {
   std::string layout;       // "stored", "deflated", "chunked (64, 128), gzip", ...
 };
 
-// What open_rows() could be asked for in this file, in the file's order, and what lies beside it. Throws what opening would.
+// What open_rows() could be asked for in this file, in the file's order, and what lies beside it; the rows of a format without
+// members as one entry. Throws what opening would.
 std::vector<Entry> list_entries(const std::filesystem::path& file, Location::Format format);
 
 struct ReadOptions {
@@ -85,7 +86,7 @@ struct ReadOptions {
   std::optional<DType> dtype = {};
   bool allow_external = false;  // HDF5: external raw files and virtual datasets, below the file's own folder
   // Formats with words (format_has_words()): is given those of the rows that read() is asked for, by the thread that calls it,
-  // before it returns.
+  // before it returns. Empty: words are passed over.
   WordSink words = {};
   // How many columns; 0: as the file says. Raw files and empty .fvecs need it, GloVe may (where most of its words hold spaces);
   // other word vectors, .fvecs and .fbin are FormatError where they have others, and formats of arrays do not look at it.
@@ -111,14 +112,15 @@ class RowReader {
   DType dtype_ = DType::kFloat32;
 };
 
-// Opens a 2-D array, an array-typed 1-D dataset, or the field named by the selector of a structured one. Any other shape is
-// refused with that shape, and zero columns too. Big-endian and Fortran order are read; bytes of a bool other than 0 are 1. HDF5
-// without a selector takes the only numeric 2-D dataset, and lists the candidates if there are several (InvalidArgument). A name
-// that is not there is NotFound with what is; records without a field named are DTypeError with the fields. HDF5: filters that
-// are missing are named before anything is read (LZF is read by us); rows never written are the fill value; soft links are
-// followed, links into other files are not. A dataset that declares more than 1 GiB and stores less than a byte for every 1100 of
-// it is refused. At most 128 MiB of chunks are kept between reads, or one chunk if that is larger. A file open for writing
-// elsewhere is LockedError.
+// Opens an array, or the field named by the selector of a structured one: its first dimension is rows, all others together are
+// columns (one for an array of one dimension). A single value is refused, and zero columns too (FormatError with the shape).
+// Either byte order and Fortran order are read; bytes of a bool other than 0 are 1. Without a selector the only array is taken,
+// or the only numeric one of two dimensions or more (HDF5: of two); several are InvalidArgument that lists them. A name that is
+// not there is NotFound with what is; records without a field named are DTypeError with the fields. HDF5: filters that are
+// missing are named before anything is read (LZF is read by us); rows never written are the fill value; soft links are followed,
+// links into other files are not. A dataset that declares more than 1 GiB and stores less than a byte for every 1100 of it is
+// refused. At most 128 MiB of chunks are kept between reads, or one chunk if that is larger. A file open for writing elsewhere is
+// LockedError. Of torch's files no pickle is executed (io/torch_pickle.hpp).
 std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions& options = {});
 
 // open_rows() for rows that will become `to` (nothing: as they are). Where only a dtype makes sense of the bytes (V2, opaque) and
@@ -127,14 +129,15 @@ std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions
 std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<DType> to, const ReadOptions& options = {});
 
 struct WriteOptions {
-  bool overwrite = false;        // of the file, or of the dataset alone if an HDF5 selector names it in a file that exists
-  int gzip = -1;                 // HDF5: level 0 - 9 (with shuffle), -1 contiguous without compression
+  bool overwrite = false;        // of the file; of one array where a selector names it in a file that exists (format_adds())
+  int gzip = -1;                 // HDF5 (with shuffle), npz: level 0 - 9; -1 without compression
   std::uint64_t chunk_rows = 0;  // HDF5 with gzip: 0 chooses about a MiB; at most the rows there are and 4 GiB
   // Formats with words: where they come from, called by the thread that calls write(). They need it.
   WordSource words = {};
 };
 
-// Takes rows in order into a temporary file; finish() completes it under its name. Without finish() nothing is left behind.
+// Takes rows in order into a temporary file; finish() completes it under its name. Without finish() nothing is left behind. Not
+// thread-safe. Throws IoError naming the file.
 class RowWriter {
  public:
   virtual ~RowWriter() = default;
@@ -142,12 +145,13 @@ class RowWriter {
   virtual void finish() = 0;  // throws if fewer rows were written than promised
 };
 
-// Throws AlreadyExists, InvalidArgument (dim 0, sizes past 64 bits, options of another format), IoError (a disk too small at
-// once, where the file system can tell). HDF5 without a selector writes "/data" into a new file. With one, and a file that
-// exists, the dataset is put into a copy of that file, which replaces it in finish(): groups on the way are made, everything else
-// is kept, also what others put into the file meanwhile (several writers may add to one file at once, in any threads and
-// processes), and the space of a dataset that was replaced may stay unused. Files are of HDF5's oldest format; bfloat16 is a
-// float type of 2 bytes.
+// Throws AlreadyExists, InvalidArgument (dim 0, sizes past 64 bits, a format that cannot be written, options of another format,
+// no words for one that has them), DTypeError (rows that the format does not hold), IoError (a disk too small at once, where the
+// file system can tell). HDF5, npz and safetensors with a selector, and a file that exists: the array is put into a copy of that
+// file, which replaces it in finish(); everything else is kept, also what others put into the file meanwhile (several writers may
+// add to one file at once, in any threads and processes). Without one, a new file: its array is "/data" in HDF5, "arr_0" in npz,
+// "weight" in safetensors and torch. HDF5: groups on the way are made, and the space of a dataset that was replaced may stay
+// unused; files are of HDF5's oldest format; bfloat16 is a float type of 2 bytes.
 std::unique_ptr<RowWriter> create_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                        const WriteOptions& options = {});
 

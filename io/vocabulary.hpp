@@ -24,8 +24,9 @@ using WordSink = std::function<void(std::uint64_t row, std::string_view word)>;
 // Puts the word of a row into `word`, for rows 0, 1, 2, ... in turn. May throw.
 using WordSource = std::function<void(std::uint64_t row, std::string& word)>;
 
-// Takes words in order into a temporary file; finish() completes it under its name. A word with a newline is refused
-// (FormatError naming its row): no line can hold it. Everything else is kept as it is.
+// Takes words in order into a temporary file; finish() completes it under its name, without it nothing is left behind. A word
+// that no line could give back is refused (FormatError naming its row): one with a newline, of more than 64 KiB, or a
+// first one that ends with "\r". Everything else is kept as it is. Not thread-safe.
 class VocabularyWriter {
  public:
   // Throws AlreadyExists, IoError.
@@ -44,7 +45,7 @@ class VocabularyWriter {
 };
 
 // Reads a vocabulary in order, with little memory. A file whose first line ends with "\r\n" is one of such lines; the last line
-// may lack its end.
+// may lack its end. Not thread-safe.
 class VocabularyReader {
  public:
   static constexpr std::size_t kLongestWord = 64_KiB;

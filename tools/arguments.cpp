@@ -189,21 +189,21 @@ void OptimizerArguments::add_to(CLI::App& command) {
   const std::string group = "Optimizer";
   command
       .add_option("--optimizer", text_,
-                  "what the table is trained with: none (default), or one of " + optimizer_names() +
+                  "What the table is trained with: none (default), or one of " + optimizer_names() +
                       ", with any options of embermap.optim behind it: adam:lr=0.001,betas=0.9:0.99,amsgrad=true,step=row")
       ->type_name("NAME[:OPTION=VALUE,...]")
       ->group(group);
   const auto number = [&](const char* name, std::optional<std::string>& value, const char* help) {
     command.add_option(name, value, help)->type_name("X")->group(group);
   };
-  number("--lr", lr_, "learning rate (torch's default: sgd 0.001, adagrad 0.01)");
-  number("--momentum", momentum_, "sgd, rmsprop: momentum, kept per row if it is not 0");
+  number("--lr", lr_, "Learning rate (default: torch's, such as 0.001 for sgd and adam, 0.01 for adagrad)");
+  number("--momentum", momentum_, "sgd, rmsprop: momentum, kept for each row if it is not 0");
   command.add_flag("--nesterov", nesterov_, "sgd: Nesterov momentum")->group(group);
-  number("--weight-decay", weight_decay_, "weight decay (0; adamw 0.01)");
-  number("--lr-decay", lr_decay_, "adagrad, rowwise_adagrad: decay of the learning rate (0)");
-  number("--eps", eps_, "added where it is divided (torch's default: adagrad 1e-10)");
+  number("--weight-decay", weight_decay_, "Weight decay (default 0; adamw 0.01)");
+  number("--lr-decay", lr_decay_, "adagrad, rowwise_adagrad: decay of the learning rate (default 0)");
+  number("--eps", eps_, "Added where it is divided (default: torch's, such as 1e-10 for adagrad)");
   number("--initial-accumulator-value", initial_accumulator_value_,
-         "adagrad, rowwise_adagrad: where the sum of squares begins (0)");
+         "adagrad, rowwise_adagrad: where the sum of squares begins (default 0)");
 }
 
 Optimizer OptimizerArguments::optimizer() const {

@@ -105,7 +105,7 @@ void add_convert(CLI::App& app, Common& common, Action& chosen) {
   command
       ->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even); bfloat16 also names bytes the file cannot name")
       ->type_name("NAME");
-  command->add_option("--source-dtype", arguments->source_dtype, "What ambiguous bytes of SRC are (V2, opaque)")
+  command->add_option("--source-dtype", arguments->source_dtype, "What bytes of SRC are that it does not say: V2, opaque, raw")
       ->type_name("NAME");
   arguments->layout.add_to(*command);
   add_vocabulary_option(*command, arguments->vocabulary,

@@ -113,6 +113,7 @@ void add_export(CLI::App& app, Common& common, Action& chosen) {
                  "  embermap export tables/items items.npy\n"
                  "  embermap export tables/items:sum state.h5:/items/sum --gzip 4\n"
                  "  embermap export tables/items small.npy --dtype float16 --overwrite\n"
+                 "  embermap export tables/items model.safetensors:items\n"
                  "  embermap export tables/words words.vec --vocab words.txt",
                  [arguments](const Common& c) { return export_table(*arguments, c); });
 }

@@ -73,7 +73,8 @@ int info(const std::string& path, const Common& common) {
 void add_info(CLI::App& app, Common& common, Action& chosen) {
   auto* command = app.add_subcommand("info", "Show what a store, a table or a file holds, without reading its rows");
   auto path = std::make_shared<std::string>();
-  command->add_option("PATH", *path, "STORE, STORE/TABLE, x.npy, x.npy:field, x.h5 or x.h5:/path/to/dataset")->required();
+  command->add_option("PATH", *path, "STORE, STORE/TABLE, or a file: x.npy, x.npy:field, x.h5:/path/to/dataset, x.pt, ...")
+      ->required();
   add_store_options(*command, common);
   hide_options(*command, {"--durability", "--verify-reads", "--log-limit", "--policy"});  // no row is read
   finish_command(*command, common, chosen,

@@ -84,8 +84,9 @@ void add_ls(CLI::App& app, Common& common, Action& chosen) {
       ->required();
   add_from_option(*command, arguments->from);
   finish_command(*command, common, chosen,
-                 "  embermap ls model.h5\n"
-                 "  embermap ls vectors.npy --json",
+                 "  embermap ls model.pt\n"
+                 "  embermap ls model.h5:/embeddings/words\n"
+                 "  embermap ls vectors.npz --json",
                  [arguments](const Common& c) { return list(*arguments, c); });
 }
 

@@ -20,7 +20,8 @@ struct DeviceBenchArguments {
 int parse_device_option(const std::string& text);
 
 // Prints what a plain copy of pinned memory reaches, what each way of moving rows does in batches of several sizes, and which
-// the store would choose. Needs pool_bytes of memory, and up to 3 GiB of the device's. Throws CudaError where there is no device.
+// a store would choose. Needs pool_bytes of memory, and up to 3 GiB of the device's. Returns the exit status. Throws UsageError
+// (rows of no bytes, a pool that holds none), CudaError where there is no device.
 int bench_device(const DeviceBenchArguments& arguments, const Common& common);
 
 }  // namespace embermap::tools

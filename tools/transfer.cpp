@@ -40,17 +40,20 @@ std::uint64_t copy_memory(const RowReader& reader, DType to, std::uint64_t memor
 
 void add_from_option(CLI::App& command, std::string& format) {
   command
-      .add_option("--from", format, fmt::format("Format of SRC where its content and name do not tell: {}", format_names(false)))
+      .add_option("--from", format,
+                  fmt::format("Format of what is read, where its content and name do not tell: {}", format_names(false)))
       ->type_name("FORMAT");
 }
 
 void add_to_option(CLI::App& command, std::string& format) {
-  command.add_option("--to", format, fmt::format("Format of DST where its name does not tell: {}", format_names(true)))
+  command
+      .add_option("--to", format, fmt::format("Format of what is written, where its name does not tell: {}", format_names(true)))
       ->type_name("FORMAT");
 }
 
 void LayoutArguments::add_to(CLI::App& command) {
-  command.add_option("--dim", dim_, "Columns of SRC where its format does not tell them: raw, an empty .fvecs")->type_name("D");
+  command.add_option("--dim", dim_, "Columns of SRC where its format does not tell them: raw, glove, an empty .fvecs")
+      ->type_name("D");
   command.add_option("--offset", offset_, "Bytes before the first row of a raw SRC")->type_name("BYTES");
 }
 

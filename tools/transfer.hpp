@@ -30,14 +30,16 @@ class ConvertingReader final : public RowReader {
 };
 
 inline constexpr const char* kSourceHelp =
-    "x.npy, x.npy:field, x.h5:/path/to/dataset, ... (`embermap ls FILE` shows what a file holds)";
-inline constexpr const char* kDestinationHelp = "x.npy, x.h5:/path/to/dataset, ...";
+    "x.npy, x.npy:field, x.npz:member, x.h5:/path/to/dataset, x.pt:tensor, x.vec, ... (`embermap ls FILE` shows what a file "
+    "holds)";
+inline constexpr const char* kDestinationHelp =
+    "x.npy, x.npz:member, x.h5:/path/to/dataset, x.safetensors:tensor, x.pt, x.vec, ...";
 
 // --from and --to, for parse_source() and parse_destination().
 void add_from_option(CLI::App& command, std::string& format);
 void add_to_option(CLI::App& command, std::string& format);
 
-// --dim and --offset: what raw files cannot tell.
+// --dim and --offset: what files cannot tell of themselves.
 class LayoutArguments {
  public:
   void add_to(CLI::App& command);

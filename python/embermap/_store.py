@@ -326,31 +326,33 @@ class Store:
         progress: Progress | None = None,
     ) -> Table:
         """Make a table with the rows of a file: "x.npy", "x.npz:member", "x.h5:/path/to/dataset",
-        "x.safetensors:tensor", "x.pt:encoder.weight" (docs/formats.md has all).
+        "x.safetensors:tensor", "x.pt:encoder.weight", "x.vec" (docs/formats.md has all).
 
-        docs/formats.md has all formats. Those with words (word2vec, GloVe, fastText) have them
-        written to a vocabulary, one a line, where `Table.export` finds them.
+        The words of formats that have them (word2vec, GloVe, fastText) go to a vocabulary, one a
+        line, where `Table.export` finds them.
 
         Nobody sees the table before it is complete; on failure nothing is left. Memory stays
         small whatever the file's size.
 
         Args:
             name: see the class.
-            src: the file, and after a colon the field, member, dataset or tensor in it. What the
-                file is, its content tells before its name.
+            src: the file, and after a colon the field, member, dataset or tensor in it. Its first
+                dimension is rows, all others together are columns.
             dtype: convert to this dtype; None keeps the file's. Bytes that do not say what they
-                are (bfloat16 in a .npy) are taken as this.
+                are (bfloat16 in a .npy, raw files) are taken as this.
             optimizer: one of `embermap.optim`; its state begins as in a new table.
             page_bytes, memory: as for create.
             allow_external: let an HDF5 file refer to raw files in its own folder.
-            format: the file's, where content and name do not tell: "glove", "raw", ...
-            dim, offset: columns, and bytes before the first row, of raw files; `dtype` is theirs.
-            vocab: where words go; None: STORE/NAME.vocab.txt, "none": nowhere.
+            format: the file's; None: what its content, else its name, tells. "glove", "raw", ...
+            dim: columns, where the format does not tell them: raw, GloVe, an empty .fvecs.
+            offset: bytes before the first row of a raw file.
+            vocab: the file that words go to; None: STORE/NAME.vocab.txt, "none": nowhere.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables: they wait for this call to end.
 
-        Raises: FileNotFoundError, FormatError, NotFoundError (no such dataset), TypeError (dtype
-        that does not fit), FileExistsError (table), OSError.
+        Raises: FileNotFoundError, FormatError, NotFoundError (nothing of that name in the file),
+        TypeError (dtype that does not fit), ValueError (a format that is not known or cannot be
+        told, several arrays that could be meant), FileExistsError (table, vocabulary), OSError.
         """
         if dim is not None and _checks.integer(dim, "dim") == 0:
             raise ValueError("dim must be at least 1")
@@ -421,7 +423,9 @@ class Store:
         return self._live.tables()
 
     def remove(self, name: str) -> None:
-        """Delete a table and its files, for good, without a commit. An adopted file stays.
+        """Delete a table and its files, for good, without a commit.
+
+        An adopted file stays, and so does the vocabulary of words that `import_file` has written.
 
         Raises: NotFoundError, PermissionError (store read-only).
         """

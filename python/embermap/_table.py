@@ -658,16 +658,20 @@ class Table:
             overwrite: replace what is there (otherwise FileExistsError).
             dtype: convert to this dtype; None keeps the field's.
             gzip: compression level 0 to 9, HDF5 and npz only; None does not compress.
-            format: the file's, where its name does not tell: "glove", "word2vec-binary", ...
-            vocab: the words of the rows, one a line, for formats with words; None:
-                STORE/NAME.vocab.txt, as import_file leaves it; "none": the numbers of the rows.
+            format: the file's; None: what its name tells. "glove", "word2vec-binary", ...
+            vocab: a file with the words of the rows, one a line, for formats with words; None:
+                STORE/NAME.vocab.txt, where `Store.import_file` leaves it; "none": words are the
+                numbers of the rows.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables, which may wait for this call to end.
 
-        A file of the store itself, or one a table has adopted, is refused (ValueError).
-
         Returns how many values the conversion made infinite and how many it made zero:
         {"became_infinite", "became_zero"}. Warns if any became infinite.
+
+        Raises: FileExistsError, NotFoundError (no such field; a format with words and no
+        vocabulary), ValueError (a file of the store itself or one a table has adopted; a format
+        that cannot be told or written), TypeError (values that do not fit dtype), OSError. Nothing
+        half-written is left.
         """
         if gzip is not None:
             gzip = _checks.integer(gzip, "gzip", most=9)

@@ -338,7 +338,7 @@ _KINDS: dict[str, type[Optimizer]] = {
     "rmsprop": RMSprop,
     "rprop": Rprop,
 }
-_NAMES = {kind: name for name, kind in _KINDS.items()}
+_NAMES: dict[type[object], str] = {kind: name for name, kind in _KINDS.items()}
 
 _Core: TypeAlias = tuple[str, dict[str, Any]] | None
 

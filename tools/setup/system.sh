@@ -2,7 +2,7 @@
 # system.sh GROUP... : sees to it that Debian's packages of these groups are there, and installs those that are missing.
 # A package counts as present if what it provides is found, wherever that comes from: a program on the PATH, a header where the
 # compiler looks or under EMBERMAP_DEPS. So nothing is installed, and no network needed, on a machine that has what it takes.
-# Groups: build, demo, bench, format, lint.
+# Groups: build, demo, bench, format, lint, python.
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 include_folders() {

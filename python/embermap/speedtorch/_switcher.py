@@ -35,7 +35,8 @@ class Base:
 
     It holds rows in tables of a store: one of its own, or one that it was given (`store=`). Its own
     ends with `close()`, at the end of a `with` block, when the object goes, or with the process. A
-    temporary one is removed then; one with a place of its own is committed.
+    temporary one is removed then; one with a place of its own is committed. An object is not for
+    several threads at once.
     """
 
     _place: Place = "auto"

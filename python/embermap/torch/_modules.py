@@ -249,7 +249,8 @@ class Embedding(TableModule):
     Both are copied: tensors of ids and of gradients may be overwritten as soon as forward, or
     backward, has returned. `torch.nn.utils.clip_grad_norm_` sees the anchor alone.
 
-    `torch.compile` takes the module into its graphs, also with fullgraph=True.
+    `torch.compile` takes the module into its graphs, also with fullgraph=True. Backward passes may
+    run in several threads at once, but no step or `zero_grad()` beside them.
 
     `state_dict()` holds the anchor, not the table: rows and their optimizer state are kept by
     `store.commit()`; `embermap.torch.save` keeps both together. `copy.deepcopy` gives a module over
