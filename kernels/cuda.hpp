@@ -186,6 +186,9 @@ class CudaEngine {
                                const std::byte* in, ThreadPool& pool, CudaStream stream,
                                const std::function<void()>& meanwhile) = 0;
 
+  // Throws CudaError if the stream is capturing a graph, which goes on.
+  virtual void check_stream(CudaStream stream) = 0;
+
   // For batches of a whole table whose frames are registered: what a caller need not wait for.
   //
   // Rows that `behind` takes back to their frames, and that may not be there yet, are taken from it where the batch has fetched
@@ -195,8 +198,10 @@ class CudaEngine {
   virtual bool writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) = 0;
   // write_back() on a stream of the engine's own, by a kernel, when `stream` has come to here, the rows of `readers` have left
   // their frames, and those of earlier calls have arrived. Settles the batch, so that a bad id is thrown here at the latest.
+  // `behind`: what patch() was given for the batch, which may not have run yet.
   virtual std::shared_ptr<CudaFlight> write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
-                                                        std::span<const std::shared_ptr<CudaFlight>> readers, ThreadPool& pool,
+                                                        std::span<const std::shared_ptr<CudaFlight>> readers,
+                                                        const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                         CudaStream stream) = 0;
   // What fetch or gather have enqueued for the batch, as a flight. `behind` is what patch() or gather() was given.
   virtual std::shared_ptr<CudaFlight> depart(std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& behind,

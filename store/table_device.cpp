@@ -24,7 +24,7 @@ constexpr std::uint64_t kMostReaderBytes = 64 << 20;  // of device memory
 // The records that a gather brought, by the table's count of changes.
 struct WorkingSet::State {
   std::shared_ptr<CudaBatch> batch;
-  const TableImpl* table = nullptr;
+  std::weak_ptr<const TableImpl> table;
   std::uint64_t changes = 0;
   std::uint64_t count = 0;
   void* stream = nullptr;
@@ -94,6 +94,7 @@ void TableImpl::note_moved(const Moved& moved) const {
 }
 
 DeviceStats TableImpl::device_stats() const {
+  core_->check_usable();
   land(Access::kWrite);  // what is under way counts as well
   DeviceStats stats;
   stats.device = core_->device;
@@ -134,9 +135,14 @@ void TableImpl::land(Access access) const {
   }
   if (access == Access::kWrite) {
     while (!readers_.empty()) {
-      readers_.back()->wait();
-      retire(*readers_.back());
+      const std::shared_ptr<CudaFlight> reader = std::move(readers_.back());
       readers_.pop_back();
+      try {
+        reader->wait();
+        retire(*reader);
+      } catch (const CudaError&) {
+        // It only read, and a device that has failed reads no more: what the host has can be committed.
+      }
     }
   }
   if (readers_.empty()) flying_.store(false, std::memory_order_release);
@@ -324,9 +330,10 @@ bool TableImpl::gather_whole(int device, const std::int64_t* ids, std::uint64_t 
   if (pages == nullptr) return false;
   const FrameSource source = frame_source(hot());
   const std::shared_lock reading(rows_);  // nobody begins to change rows before this call's are on their way
+  std::shared_ptr<CudaFlight> newer;
   begin_flight(engine, stream, [&] {
     if (!source.registered) land(Access::kRead);
-    const std::shared_ptr<CudaFlight> newer = behind();
+    newer = behind();
     std::shared_ptr<CudaBatch> batch = engine.gather(ids, count, entry_.geometry.rows, name_, source, field.offset, field.bytes,
                                                      out, core_->movers(), stream, newer);
     add_reader(engine.depart(std::move(batch), newer, stream));
@@ -336,6 +343,7 @@ bool TableImpl::gather_whole(int device, const std::int64_t* ids, std::uint64_t 
 }
 
 void TableImpl::begin_flight(CudaEngine& engine, CudaStream stream, const std::function<void()>& body) {
+  engine.check_stream(stream);
   try {
     body();
   } catch (...) {
@@ -363,21 +371,22 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
   measure_movers(engine, count, 0, bytes);
   {
     const auto lock = side_by_side();
-    const WholePages* const pages = resident();
+    WholePages* const pages = resident();
     if (pages != nullptr && pinned_.registered()) {
       WorkingSet kept;
       kept.state_ = std::make_shared<WorkingSet::State>();
       const FrameSource source = frame_source(hot());
       const std::shared_lock reading(rows_);
+      const std::shared_ptr<CudaFlight> newer = behind();
       begin_flight(engine, stream, [&] {
-        const std::shared_ptr<CudaFlight> newer = behind();
         std::shared_ptr<CudaBatch> batch =
             engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
         engine.fetch(*batch, source, 0, {}, 0, bytes, core_->movers(), stream);
         (void)engine.keys(*batch);  // throws for a bad id: `out` has not been touched
+        pages->count_hits(engine.pages_used(*batch));
         if (newer) engine.patch(*batch, newer, stream);
         engine.expand(*batch, weight.bytes, out, stream);
-        *kept.state_ = {.batch = batch, .table = this, .changes = changes_, .count = count, .stream = stream.handle};
+        *kept.state_ = {.batch = batch, .table = weak_from_this(), .changes = changes_, .count = count, .stream = stream.handle};
         add_reader(engine.depart(std::move(batch), newer, stream));
       });
       rows_gathered_ += count;
@@ -487,8 +496,8 @@ bool TableImpl::change_behind(DeviceCall& call, std::uint64_t bytes, CudaStream 
   const FrameSource source = frame_source(*pages);
   if (!call.engine.writes_behind(*call.batch, source, core_->movers())) return false;
   const std::unique_lock writing(rows_);
+  const std::shared_ptr<CudaFlight> newer = behind();
   begin_flight(call.engine, stream, [&] {
-    const std::shared_ptr<CudaFlight> newer = behind();
     call.engine.fetch(*call.batch, source, 0, {}, 0, bytes, core_->movers(), stream);
     if (newer) call.engine.patch(*call.batch, newer, stream);
     write_behind(call.engine, std::move(call.batch), newer, source, stream, change, done);
@@ -498,7 +507,8 @@ bool TableImpl::change_behind(DeviceCall& call, std::uint64_t bytes, CudaStream 
 
 bool TableImpl::change_kept(int device, const WorkingSet& from, std::uint64_t count, CudaStream stream,
                             const DeviceChange& change, const std::function<void()>& done) {
-  if (!from.state_ || from.state_->table != this || from.state_->count != count || from.state_->stream != stream.handle)
+  if (!from.state_ || from.state_->table.lock().get() != this || from.state_->count != count ||
+      from.state_->stream != stream.handle)
     return false;
   CudaEngine& engine = core_->engine(device);
   const auto lock = side_by_side();
@@ -506,6 +516,7 @@ bool TableImpl::change_kept(int device, const WorkingSet& from, std::uint64_t co
   WholePages* const pages = resident();
   if (pages == nullptr) return false;
   const FrameSource source = frame_source(*pages);
+  engine.check_stream(stream);
   const std::unique_lock writing(rows_);
   const std::shared_ptr<CudaBatch> batch = std::move(from.state_->batch);  // its rows are those of this moment only once
   if (!batch || from.state_->changes != changes_ || !engine.writes_behind(*batch, source, core_->movers())) return false;
@@ -532,7 +543,7 @@ void TableImpl::write_behind(CudaEngine& engine, std::shared_ptr<CudaBatch> batc
     behind_.reset();
   }
   flying_.store(true, std::memory_order_release);
-  behind_ = engine.write_back_behind(std::move(batch), source, readers_, core_->movers(), stream);
+  behind_ = engine.write_back_behind(std::move(batch), source, readers_, before, core_->movers(), stream);
   done();
 }
 

@@ -455,7 +455,9 @@ std::uint64_t TableImpl::step() const {
 }
 
 void TableImpl::set_optimizer(const Optimizer& optimizer) {
-  const auto lock = alone();
+  core_->check_usable();
+  const Alone lock(files_);  // not alone(): no row changes, and what a device does meanwhile does not ask
+  check_open();
   check_writable();
   check_optimizer(optimizer);
   const Schema wanted(schema_.dim(), schema_.dtype(), optimizer);

@@ -124,13 +124,17 @@ class Flight final : public CudaFlight {
          gpu::EventPool::Lease end)
       : shared_{std::move(shared)}, batch_{std::move(batch)}, began_{std::move(began)}, end_{std::move(end)} {}
   ~Flight() override {
-    if (!over_ && !gpu::in_forked_child()) gpu::check_teardown(cudaEventSynchronize(end_.get()), "cudaEventSynchronize");
+    if (!over_ && !gpu::in_forked_child()) {
+      const gpu::RelaxedCapture relaxed;
+      gpu::check_teardown(cudaEventSynchronize(end_.get()), "cudaEventSynchronize");
+    }
     settle();
   }
 
   bool landed() override {
     const std::lock_guard lock(mutex_);
     if (over_) return true;
+    const gpu::RelaxedCapture relaxed;
     const cudaError_t state = cudaEventQuery(end_.get());
     if (state == cudaErrorNotReady) {
       (void)cudaGetLastError();
@@ -138,19 +142,28 @@ class Flight final : public CudaFlight {
     }
     gpu::check(state, "rows on their way between host and device");
     over_ = true;
+    behind.reset();  // nobody reads it any more
     return true;
   }
   void wait() override {
     const std::lock_guard lock(mutex_);
     if (over_) return;
+    const gpu::RelaxedCapture relaxed;
     gpu::check(cudaEventSynchronize(end_.get()), "rows on their way between host and device");
     over_ = true;
+    behind.reset();
   }
   Moved moved() override {
     wait();
     const std::lock_guard lock(mutex_);
+    const gpu::RelaxedCapture relaxed;
     float milliseconds = 0;
     EMBERMAP_CUDA(cudaEventElapsedTime(&milliseconds, began_.get(), end_.get()));
+    if (fetch_began) {
+      float before = 0;
+      EMBERMAP_CUDA(cudaEventElapsedTime(&before, fetch_began.get(), ready.get()));
+      milliseconds += before;
+    }
     Moved out = moved_;
     out.nanoseconds = static_cast<std::uint64_t>(static_cast<double>(milliseconds) * 1e6);
     return out;
@@ -184,6 +197,7 @@ class Flight final : public CudaFlight {
  public:
   // Of a write-back: when the working set had its last bytes.
   gpu::EventPool::Lease ready;
+  gpu::EventPool::Lease fetch_began;  // where its fetch was no flight of its own
   Moved moved_;
   std::shared_ptr<CudaFlight> behind;  // is read until this one has landed
   StagingPool::Lease pages_on_host;
@@ -227,8 +241,10 @@ class Engine final : public CudaEngine {
   void patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, CudaStream stream) override;
   bool writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) override;
   std::shared_ptr<CudaFlight> write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
-                                                std::span<const std::shared_ptr<CudaFlight>> readers, ThreadPool& pool,
+                                                std::span<const std::shared_ptr<CudaFlight>> readers,
+                                                const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                 CudaStream stream) override;
+  void check_stream(CudaStream stream) override;
   std::shared_ptr<CudaFlight> depart(std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& behind,
                                      CudaStream stream) override;
   Moved moved(CudaBatch& batch) override;
@@ -727,7 +743,13 @@ void Engine::count_pages(DeviceBatch& batch, const std::int64_t* ids, std::uint6
 std::uint64_t Engine::pages_used(const CudaBatch& batch) const {
   const auto& mine = dynamic_cast<const DeviceBatch&>(batch);
   std::uint64_t pages = 0;
-  if (mine.pages_on_host) std::memcpy(&pages, mine.pages_on_host.data(), sizeof pages);
+  if (mine.pages_on_host) {
+    std::memcpy(&pages, mine.pages_on_host.data(), sizeof pages);
+  } else if (mine.whole && mine.settled && mine.keys_on_host) {
+    GroupHeader counts{};
+    std::memcpy(&counts, mine.keys_on_host.data(), sizeof counts);
+    pages = counts.pages;
+  }
   return pages;
 }
 
@@ -821,7 +843,9 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   mine.table = table;
   LinkLane* const lane = reaches && choice.way.host_threads != 0 ? lane_for(mine) : nullptr;
   std::uint64_t tail = 0;
-  if (lane != nullptr && count < kMostEarlyBytes / bytes && recent_distinct_.load(std::memory_order_relaxed) >= kFewRepeat)
+  // Not on a stream that each thread has its own of: one of several threads enqueues.
+  if (lane != nullptr && mine.stream != cudaStreamPerThread && count < kMostEarlyBytes / bytes &&
+      recent_distinct_.load(std::memory_order_relaxed) >= kFewRepeat)
     tail = static_cast<std::uint64_t>(static_cast<double>(count) * std::min(choice.thread_share, 0.75) / 2);
   const std::uint64_t head = count - tail;
   mine.count = head;
@@ -1177,6 +1201,11 @@ void Engine::patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, 
   if (mine.count != 0) patch_from(*behind, mine.keyed(), mine.offset, mine.bytes, mine.stream);
 }
 
+void Engine::check_stream(CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  gpu::refuse_capture(native(stream), "rows on their way");
+}
+
 bool Engine::writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) {
   auto& mine = dynamic_cast<DeviceBatch&>(batch);
   if (!zero_copy(source) || !mine.whole || mine.count == 0) return false;
@@ -1185,7 +1214,8 @@ bool Engine::writes_behind(CudaBatch& batch, const FrameSource& source, const Th
 }
 
 std::shared_ptr<CudaFlight> Engine::write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
-                                                      std::span<const std::shared_ptr<CudaFlight>> readers, ThreadPool& pool,
+                                                      std::span<const std::shared_ptr<CudaFlight>> readers,
+                                                      const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                       CudaStream stream) {
   const ProfileRange range("embermap: write back behind");
   const gpu::ScopedDevice current(device_);
@@ -1216,6 +1246,9 @@ std::shared_ptr<CudaFlight> Engine::write_back_behind(std::shared_ptr<CudaBatch>
     count_moved(mine, mine.distinct, mine.distinct);
     flight->moved_ = std::exchange(mine.moved, {});
     flight->ready = std::move(ready);
+    flight->fetch_began = std::move(mine.began);
+    flight->behind = behind;
+    mine.lane = {};
     return flight;
   } catch (...) {
     (void)cudaStreamSynchronize(back);  // nothing goes on without somebody who knows of it
@@ -1235,6 +1268,9 @@ std::shared_ptr<CudaFlight> Engine::depart(std::shared_ptr<CudaBatch> batch, con
   }
   gpu::EventPool::Lease began = std::move(mine.began);
   StagingPool::Lease pages = std::move(mine.pages_on_host);
+  mine.lane = {};              // for the next batch, of whichever table
+  mine.ids_on_host.settled();  // the host has waited for them
+  mine.ids_on_host = {};
   const Moved moved = std::exchange(mine.moved, {});
   auto flight = std::make_shared<Flight>(shared_, std::static_pointer_cast<DeviceBatch>(std::move(batch)), std::move(began),
                                          std::move(end));

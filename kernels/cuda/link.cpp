@@ -265,8 +265,9 @@ LinkLanes::~LinkLanes() {
 LinkLanes::Lease LinkLanes::acquire() {
   const std::lock_guard lock(mutex_);
   if (!idle_.empty()) {
-    LinkLane* const lane = idle_.back();
-    idle_.pop_back();
+    // The one that was given back first: its last rows have most likely arrived.
+    LinkLane* const lane = idle_.front();
+    idle_.erase(idle_.begin());
     return {this, lane};
   }
   if (lanes_.size() >= most_ || refused_) return {};

@@ -96,8 +96,8 @@ class LinkLanes {
   // At most `most` lanes are made, when they are needed.
   LinkLanes(int device, const LinkShape& shape, unsigned most) noexcept : device_{device}, shape_{shape}, most_{most} {}
   ~LinkLanes();
-  // An empty lease if all are lent, or no more memory can be pinned: the kernel then moves all rows. The lane's stream must have
-  // been waited for when the lease ends.
+  // An empty lease if all are lent, or no more memory can be pinned: the kernel then moves all rows. Rows of whoever had the lane
+  // before may still be on their way: wait() before it is used.
   Lease acquire();
   const LinkShape& shape() const noexcept { return shape_; }
 

@@ -45,6 +45,19 @@ class ScopedDevice {
   int previous_ = -1;  // -1: nothing to restore
 };
 
+// As long as it lives, calls of this thread that ask or wait for something disturb no capture of a graph, of this thread or
+// another.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() noexcept { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { (void)cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // A stream of the current device's that waits for no other.
 class OwnStream {
  public:

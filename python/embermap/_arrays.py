@@ -47,6 +47,7 @@ class Batch:
     owner: Any = None
     unsigned: bool = False  # uint64 on a device, seen as int64
     wrap: Callable[[Any], Any] | None = None  # a result of `library` as one of the caller's own
+    foreign: bool = False  # arrays of another library: their memory ends in the order of no stream
 
     @property
     def place(self) -> str:
@@ -241,6 +242,7 @@ def read_ids(ids: Any, what: str = "ids") -> Batch:
     place = _dlpack_device(ids)
     if place is not None and place[0] == _DL_CUDA:
         batch = read_ids(_foreign_cuda(ids), what)
+        batch.foreign = True
         batch.wrap = _foreign_wrap(ids)
         return batch
     if place is not None:
@@ -465,6 +467,7 @@ def _device_values(
 ) -> Values:
     library = sys.modules[batch.library]
     if not (is_torch(values) if batch.library == "torch" else is_cupy(values)):
+        batch.foreign = True
         values = library.from_dlpack(values.detach() if is_torch(values) else values)
     name = str(values.dtype).removeprefix("torch.")
     _check_shape(tuple(values.shape), batch, dim, what)
@@ -577,6 +580,7 @@ def _given_result(batch: Batch, shape: Shape, dtype: str, out: Any) -> Result:
             raise ValueError("out overlaps the ids")
         return result
     _check_out(tuple(out.shape), shape, str(out.dtype).removeprefix("torch."), dtype)
+    batch.foreign |= is_torch(out) != (batch.library == "torch")
     if is_torch(out):
         contiguous, pointer = out.is_contiguous(), out.data_ptr()
         if out.requires_grad:
@@ -591,6 +595,18 @@ def _given_result(batch: Batch, shape: Shape, dtype: str, out: Any) -> Result:
     if pointer < batch.pointer + 8 * batch.count and batch.pointer < last:
         raise ValueError("out overlaps the ids")
     return Result(out, _NO_BYTES, pointer)
+
+
+def wait_for_foreign(batch: Batch) -> None:
+    """Wait until the device has read what another library may free as soon as the call returns."""
+    if not batch.foreign:
+        return
+    library = sys.modules[batch.library]
+    if batch.library == "torch":
+        library.cuda.current_stream(batch.device).synchronize()
+        return
+    with library.cuda.Device(batch.device):
+        library.cuda.get_current_stream().synchronize()
 
 
 def finish(batch: Batch, result: Result, out: Any) -> Any:

@@ -243,7 +243,7 @@ class Table:
         if batch.device is None:
             core.gather(batch.host, result.bytes, field)
         else:
-            with _Unsigned(batch):
+            with _DeviceCall(batch):
                 core.gather_device(
                     batch.device, batch.pointer, batch.count, result.pointer, field, batch.stream
                 )
@@ -260,7 +260,7 @@ class Table:
         if batch.device is None:
             return self.gather(ids, out=out), None
         result = _arrays.make_result(batch, self._dim, self._dtype, out)
-        with _Unsigned(batch):
+        with _DeviceCall(batch):
             kept = core.gather_working_set(
                 batch.device, batch.pointer, batch.count, result.pointer, batch.stream
             )
@@ -291,7 +291,7 @@ class Table:
         if batch.device is None:
             core.add(batch.host, values.bytes)
         else:
-            with _Unsigned(batch):
+            with _DeviceCall(batch):
                 core.add_device(
                     batch.device, batch.pointer, batch.count, values.pointer, batch.stream
                 )
@@ -327,7 +327,7 @@ class Table:
         if batch.device is None:
             core.update(batch.host, values.bytes, values.dtype, rate)
             return
-        with _Unsigned(batch):
+        with _DeviceCall(batch):
             core.update_device(
                 batch.device,
                 batch.pointer,
@@ -360,7 +360,7 @@ class Table:
         if batch.device is not None:
             owner = batch.owner
             host = owner.cpu().numpy() if batch.library == "torch" else owner.get()
-        with _Unsigned(batch):
+        with _DeviceCall(batch):
             return Prefetch(core.prefetch(host))
 
     def prefetcher(self) -> Prefetcher:
@@ -719,7 +719,7 @@ class Table:
         if batch.device is None:
             core.scatter(batch.host, values.bytes, field)
         else:
-            with _Unsigned(batch):
+            with _DeviceCall(batch):
                 core.scatter_device(
                     batch.device, batch.pointer, batch.count, values.pointer, field, batch.stream
                 )
@@ -851,8 +851,12 @@ class TableView:
         return f"<embermap.TableView {self._field!r} of {self._table!r}>"
 
 
-class _Unsigned:
-    """Lets an error name an id beyond int64 as the caller wrote it, not as its negative twin."""
+class _DeviceCall:
+    """A call with arrays on a device.
+
+    Lets an error name an id beyond int64 as the caller wrote it, not as its negative twin, and
+    waits for the device where arrays of several libraries took part.
+    """
 
     def __init__(self, batch: _arrays.Batch) -> None:
         self._batch = batch
@@ -861,6 +865,8 @@ class _Unsigned:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            _arrays.wait_for_foreign(self._batch)
         if isinstance(error, RowIdError) and self._batch.unsigned and error.id < 0:
             text = str(error).replace(f"row id {error.id} ", f"row id {error.id + 2**64} ", 1)
             proper = RowIdError(text)

@@ -155,9 +155,18 @@ class Optimizer(torch.optim.Optimizer):
             table = modules[0].table
             self._tell(number, group, table)
             fetched = [module._fetched() for module in modules]
-            table.update(
-                *joined(gradients), _working_set=fetched[0] if len(gradients) == 1 else None
-            )
+            kept = None
+            if len(gradients) == 1:
+                kept = next(f for f, part in zip(fetched, waiting, strict=True) if part is not None)
+            else:  # an update has no use for what each of them fetched
+                for module in modules:
+                    module._single = False
+            ids, grads = joined(gradients)
+            for part in (ids, grads):
+                # They are ours, and freed in the order of the stream of the backward pass.
+                if part.is_cuda:
+                    part.record_stream(torch.cuda.current_stream(part.device))
+            table.update(ids, grads, _working_set=kept)
             group[COUNT] = table.step
         return loss
 
