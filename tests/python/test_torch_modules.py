@@ -360,26 +360,27 @@ def test_weights_of_samples_and_their_gradients(make, device, padding, kind):
     table = make(dtype=kind)
     ours = em.torch.EmbeddingBag(table, mode="sum", padding_idx=padding)
     dtype = getattr(torch, kind)
+    # Not every torch weighs halves on a GPU; and it rounds their sums in another order there.
+    place = "cpu" if kind == "bfloat16" else device
+    near = {"rtol": 0.04, "atol": 0.1} if kind == "bfloat16" else {}
     theirs = torch.nn.EmbeddingBag(
-        ROWS, DIM, mode="sum", padding_idx=padding, device=device, dtype=dtype
+        ROWS, DIM, mode="sum", padding_idx=padding, device=place, dtype=dtype
     )
     theirs.weight.data.copy_(whole(table))
-    ids = torch.tensor([1, 2, 2, 5], device=device)
-    offsets = torch.tensor([0, 3], device=device)
-    start = torch.tensor([0.5, 2.0, -1.0, 3.0], device=device, dtype=dtype)
-    weights = [start.clone().requires_grad_() for _ in range(2)]
-    outputs = [m(ids, offsets, w) for m, w in zip((ours, theirs), weights, strict=True)]
-    # Sums of halves: torch rounds them in another order on a GPU than on a CPU.
-    near = {"rtol": 0.04, "atol": 0.1} if kind == "bfloat16" else {}
-    torch.testing.assert_close(outputs[0], outputs[1], **near)
-    for output in outputs:
+    results = []
+    for module, where in ((ours, device), (theirs, place)):
+        ids = torch.tensor([1, 2, 2, 5], device=where)
+        offsets = torch.tensor([0, 3], device=where)
+        start = torch.tensor([0.5, 2.0, -1.0, 3.0], device=where, dtype=dtype)
+        weights = start.clone().requires_grad_()
+        output = module(ids, offsets, weights)
         output.square().sum().backward()
-    torch.testing.assert_close(weights[0].grad, weights[1].grad, **near)
-    torch.testing.assert_close(ours.weight.grad.to_dense(), theirs.weight.grad, **near)
-    square = ids.reshape(2, 2)
-    torch.testing.assert_close(
-        ours(square, None, start.reshape(2, 2)), theirs(square, None, start.reshape(2, 2)), **near
-    )
+        grad = module.weight.grad
+        square = module(ids.reshape(2, 2), None, start.reshape(2, 2))
+        found = (output, weights.grad, grad.to_dense() if grad.is_sparse else grad, square)
+        results.append([part.detach().cpu() for part in found])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, **near)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
