@@ -24,10 +24,10 @@ def file(tmp_path: Path, values: np.ndarray) -> Path:
 
 
 def test_head_shows_rows(cli: Embermap, file: Path, values: np.ndarray) -> None:
-    lines = cli.ok("head", file, "-n", 2).out.splitlines()
+    lines = cli.ok("head", file, "-n", "2").out.splitlines()
     assert lines == ["20 x 3 float32", "0: 0 0.25 0.5", "1: 0.75 1 1.25"]
     assert len(cli.ok("head", file).out.splitlines()) == 11
-    assert len(cli.ok("head", file, "-n", 100).out.splitlines()) == 21
+    assert len(cli.ok("head", file, "-n", "100").out.splitlines()) == 21
     found = cli.ok("head", file, "--rows", "5:8", "--json").json
     assert (found["rows"], found["dim"], found["dtype"], found["first"]) == (20, 3, "float32", 5)
     assert found["values"] == values[5:8].tolist()
@@ -48,8 +48,8 @@ def test_head_of_what_json_has_no_number_for(cli: Embermap, tmp_path: Path) -> N
 def test_head_of_tables_and_words(cli: Embermap, tmp_path: Path, file: Path) -> None:
     store = tmp_path / "tables"
     cli.ok("import", file, f"{store}/t", "--optimizer", "adagrad", "--quiet")
-    assert cli.ok("head", f"{store}/t", "-n", 1).out.splitlines()[1] == "0: 0 0.25 0.5"
-    assert cli.ok("head", f"{store}/t:sum", "-n", 1).out.splitlines()[1] == "0: 0 0 0"
+    assert cli.ok("head", f"{store}/t", "-n", "1").out.splitlines()[1] == "0: 0 0.25 0.5"
+    assert cli.ok("head", f"{store}/t:sum", "-n", "1").out.splitlines()[1] == "0: 0 0 0"
     (tmp_path / "w.vec").write_text("2 2\nred 1 2\nblue 3 4\n")
     assert cli.ok("head", tmp_path / "w.vec").out.splitlines()[1:] == ["0 red: 1 2", "1 blue: 3 4"]
     cli.fails("head", f"{store}/none", says=["none"])
