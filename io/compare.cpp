@@ -18,7 +18,7 @@ namespace {
 
 bool is_integer(DType dtype) { return !is_floating(dtype); }
 
-// Rows as elements of another dtype, which holds every value of the file's.
+// Rows as elements of int64 or float64, or as they are.
 class Widened {
  public:
   Widened(RowReader& reader, DType to, std::uint64_t rows) : reader_{reader}, to_{to} {
@@ -46,6 +46,13 @@ T element(const std::byte* at, std::uint64_t i) {
   return value;
 }
 
+// An element as a number. The mantissa of x86's long double holds every int64.
+long double number(DType as, const std::byte* at, std::uint64_t i) {
+  static_assert(std::numeric_limits<long double>::digits >= 64);
+  return as == DType::kInt64 ? static_cast<long double>(element<std::int64_t>(at, i))
+                             : static_cast<long double>(element<double>(at, i));
+}
+
 }  // namespace
 
 RowDifference compare_rows(RowReader& a, RowReader& b, bool bits, std::uint64_t memory, const Progress& progress) {
@@ -53,14 +60,15 @@ RowDifference compare_rows(RowReader& a, RowReader& b, bool bits, std::uint64_t 
     throw InvalidArgument(
         fmt::format("{} has {} x {}, {} has {} x {}", a.description(), a.rows(), a.dim(), b.description(), b.rows(), b.dim()));
   const bool exact = bits && a.dtype() == b.dtype();
-  const DType as = is_integer(a.dtype()) && is_integer(b.dtype()) ? DType::kInt64 : DType::kFloat64;
+  const DType wide_a = is_integer(a.dtype()) ? DType::kInt64 : DType::kFloat64;
+  const DType wide_b = is_integer(b.dtype()) ? DType::kInt64 : DType::kFloat64;
   const std::uint64_t row =
-      checked_mul(a.dim(), item_size(a.dtype()) + item_size(b.dtype()) + 4 * item_size(as), "bytes of a row");
+      checked_mul(a.dim(), item_size(a.dtype()) + item_size(b.dtype()) + 4 * sizeof(double), "bytes of a row");
   if (row > memory)
     throw BudgetError(fmt::format("a row of {} takes {}, more than {}", a.description(), format_size(row), format_size(memory)));
   const std::uint64_t block = std::clamp<std::uint64_t>(std::max(a.block_rows(), b.block_rows()), 1, memory / row);
-  Widened left(a, exact ? a.dtype() : as, block), right(b, exact ? b.dtype() : as, block);
-  const std::uint64_t item = item_size(exact ? a.dtype() : as);
+  Widened left(a, exact ? a.dtype() : wide_a, block), right(b, exact ? b.dtype() : wide_b, block);
+  const std::uint64_t item = item_size(exact ? a.dtype() : wide_a);
 
   RowDifference out;
   const auto differs = [&](std::uint64_t r, std::uint64_t column, double by) {
@@ -70,7 +78,7 @@ RowDifference compare_rows(RowReader& a, RowReader& b, bool bits, std::uint64_t 
       out.largest = std::isnan(by) ? std::numeric_limits<double>::infinity() : by, out.largest_row = r,
       out.largest_column = column;
   };
-  std::vector<std::byte> numbers(exact && a.dtype() != as ? 2 * a.dim() * item_size(as) : 0);
+  std::vector<std::byte> numbers(exact && a.dtype() != wide_a ? 2 * a.dim() * item_size(wide_a) : 0);
   for (std::uint64_t first = 0; first < a.rows();) {
     const std::uint64_t count = std::min(block, a.rows() - first);
     const std::byte* const x = left.read(first, count);
@@ -79,31 +87,26 @@ RowDifference compare_rows(RowReader& a, RowReader& b, bool bits, std::uint64_t 
       const std::uint64_t row_bytes = a.dim() * item;
       const std::byte* p = x + r * row_bytes;
       const std::byte* q = y + r * row_bytes;
-      if (std::memcmp(p, q, row_bytes) == 0) continue;
+      if (wide_a == wide_b && std::memcmp(p, q, row_bytes) == 0) continue;
       const std::uint64_t before = out.elements;
       std::vector<bool> other_bits;
       if (exact) {
         other_bits.resize(a.dim());
         for (std::uint64_t c = 0; c < a.dim(); ++c) other_bits[c] = std::memcmp(p + c * item, q + c * item, item) != 0;
-        if (a.dtype() != as) {
+        if (a.dtype() != wide_a) {
           ConversionReport ignored;
           std::byte* const wide = numbers.data();
-          convert_elements(a.dtype(), p, as, wide, a.dim(), ignored);
-          convert_elements(a.dtype(), q, as, wide + a.dim() * item_size(as), a.dim(), ignored);
+          convert_elements(a.dtype(), p, wide_a, wide, a.dim(), ignored);
+          convert_elements(a.dtype(), q, wide_a, wide + a.dim() * item_size(wide_a), a.dim(), ignored);
           p = wide;
-          q = wide + a.dim() * item_size(as);
+          q = wide + a.dim() * item_size(wide_a);
         }
       }
       for (std::uint64_t c = 0; c < a.dim(); ++c) {
-        if (as == DType::kInt64) {
-          const auto u = element<std::int64_t>(p, c), v = element<std::int64_t>(q, c);
-          if (u != v) differs(first + r, c, std::abs(static_cast<double>(u) - static_cast<double>(v)));
-          continue;
-        }
-        const auto u = element<double>(p, c), v = element<double>(q, c);
+        const long double u = number(wide_a, p, c), v = number(wide_b, q, c);
         const bool equal = u == v || (std::isnan(u) && std::isnan(v));
         if (exact ? !other_bits[c] : equal) continue;
-        differs(first + r, c, equal ? 0 : std::abs(u - v));
+        differs(first + r, c, equal ? 0 : static_cast<double>(std::abs(u - v)));
       }
       if (out.elements != before) ++out.different_rows;
     }

@@ -19,9 +19,9 @@ struct RowDifference {
 };
 
 // Compares all rows. Elements of one dtype are the same if their bits are, but that every NaN is as good as another and 0 is -0
-// where `bits` is false; of two dtypes, if their values are: integers exactly, others as double. Buffers take at most `memory`
-// bytes (BudgetError if a row of each takes more). Throws InvalidArgument where rows or columns are not as many, and what reading
-// throws. `progress` may be empty.
+// where `bits` is false; of two dtypes, if their values are: all exactly, an int64 with a double too. Buffers take at most
+// `memory` bytes (BudgetError if a row of each takes more). Throws InvalidArgument where rows or columns are not as many, and
+// what reading throws. `progress` may be empty.
 RowDifference compare_rows(RowReader& a, RowReader& b, bool bits, std::uint64_t memory, const Progress& progress);
 
 }  // namespace embermap

@@ -329,6 +329,7 @@ TemporaryFile TemporaryFile::create(const std::filesystem::path& target, bool ov
 
   std::filesystem::path resolved = target;
   struct stat status {};
+  bool replaces = false;
   for (int links = 0;; ++links) {
     if (::lstat(resolved.c_str(), &status) != 0) {
       if (errno != ENOENT) throw IoError(errno, "create", target);
@@ -343,6 +344,7 @@ TemporaryFile TemporaryFile::create(const std::filesystem::path& target, bool ov
         throw InvalidArgument(
             fmt::format("{} is {}, not a file; it is not replaced", printable(target), kind_of(status.st_mode)));
       if (!overwrite) throw AlreadyExists(fmt::format("{} already exists", printable(target)));
+      replaces = true;
       break;
     }
     if (links == 40) throw IoError(ELOOP, "create", target);
@@ -359,6 +361,11 @@ TemporaryFile TemporaryFile::create(const std::filesystem::path& target, bool ov
     try {
       File file =
           File::open(resolved.has_parent_path() ? directory / name : std::filesystem::path(name), File::Mode::kCreateNew, ops);
+      if (replaces) {
+        // Who may read the old file, and nobody else, may read the new one. Not everybody may give a file to its owner.
+        (void)!::fchown(file.fd(), status.st_uid, status.st_gid);
+        (void)!::fchmod(file.fd(), status.st_mode & 07777U);
+      }
       return TemporaryFile(std::move(file), std::move(resolved), overwrite);
     } catch (const AlreadyExists&) {
       if (attempt == 100) throw;

@@ -113,7 +113,8 @@ class TemporaryFile {
  public:
   // Throws AlreadyExists if `target` exists and `overwrite` is false. A symbolic link as target is resolved: what it points to is
   // replaced. A dangling link counts as existing: AlreadyExists, or with `overwrite` the file that it names is made. A directory
-  // (IoError, EISDIR), a FIFO, a socket or a device (InvalidArgument) is never replaced.
+  // (IoError, EISDIR), a FIFO, a socket or a device (InvalidArgument) is never replaced. What replaces a file has its
+  // permissions, and its owner where that may be given.
   static TemporaryFile create(const std::filesystem::path& target, bool overwrite, FileOps& ops = FileOps::system());
   TemporaryFile(TemporaryFile&& other) noexcept;
   TemporaryFile& operator=(TemporaryFile&& other) noexcept;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <nlohmann/json.hpp>
 #include <system_error>
 #include <utility>
 #include <vector>
@@ -191,6 +192,15 @@ std::vector<Entry> list_entries(const std::filesystem::path& file, Location::For
   entry.bytes = checked_mul(checked_mul(reader->rows(), reader->dim(), "elements"), item_size(reader->dtype()), "bytes");
   entry.layout = info.name;
   return {entry};
+}
+
+void check_name(const Location& location) {
+  try {
+    (void)nlohmann::json(location.selector).dump();
+  } catch (const nlohmann::json::exception&) {
+    throw InvalidArgument(fmt::format("{}: '{}' is not UTF-8, which names in {} files are", printable(location.file),
+                                      printable(location.selector), format_name(location.format)));
+  }
 }
 
 }  // namespace embermap

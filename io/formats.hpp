@@ -129,6 +129,9 @@ struct Candidate {
 // they are: "tensor".
 std::size_t choose_array(const Location& location, std::string_view what, std::span<const Candidate> all);
 
+// Throws InvalidArgument unless a name that a writer is to give is UTF-8, which readers of such files take it for.
+void check_name(const Location& location);
+
 // Counts rows for a writer: throws InvalidArgument for more than promised, or at the end for fewer.
 class RowCount {
  public:

@@ -218,6 +218,7 @@ std::unique_ptr<RowReader> open_npz_rows(const Location& location, const ReadOpt
 
 std::unique_ptr<RowWriter> create_npz_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                            const WriteOptions& options) {
+  check_name(location);
   return std::make_unique<NpzRowWriter>(location, rows, dim, dtype, options);
 }
 

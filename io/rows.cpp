@@ -202,8 +202,11 @@ std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<
   ReadOptions named = options;
   named.dtype = to;
   const bool text = location.format == Location::Format::kWord2vecText || location.format == Location::Format::kGlove;
-  if (!options.dtype && to && (location.format == Location::Format::kRaw || (text && to == DType::kFloat64)))
+  if (!options.dtype && to && (location.format == Location::Format::kRaw || text)) {
+    // Numbers of text become what they are asked for: float64 holds those of float32 no better, and whole numbers much better.
+    if (text) named.dtype = to == DType::kFloat64 || !is_floating(*to) ? DType::kFloat64 : DType::kFloat32;
     return open_rows(location, named);
+  }
   if (options.dtype || to != DType::kBFloat16) return open_rows(location, options);
   try {
     return open_rows(location, options);

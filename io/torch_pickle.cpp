@@ -385,6 +385,13 @@ class Machine {
       if (given.size() < least)
         fail(fmt::format("'{}' is called with {} arguments, {} are needed", printable(name), given.size(), least));
     };
+    // What a tensor is beside its bytes: negated or conjugated when it is used.
+    const auto plain = [&](const auto& args, std::size_t at) {
+      if (args.size() <= at) return;
+      const Node& more = node(args[at]);
+      if (more.kind != Kind::kNone && !(more.kind == Kind::kDict && more.items.empty()))
+        fail("a tensor that is negated or conjugated when it is used; save tensor.resolve_neg().resolve_conj() instead");
+    };
     if (name == "collections OrderedDict") {
       if (given.empty()) return make(Kind::kDict);
       const Node& pairs = node(given[0]);  // of Python 2: a list of pairs
@@ -402,6 +409,7 @@ class Machine {
     }
     if (name == "torch._utils _rebuild_tensor_v2") {
       need(4);
+      plain(given, 6);
       return tensor(given, {});
     }
     if (name == "torch._utils _rebuild_tensor_v3") {
@@ -410,6 +418,7 @@ class Machine {
       if (type.kind != Kind::kGlobal || !type.text.starts_with("torch ") ||
           dtype(std::string_view(type.text).substr(6)) == nullptr)
         fail(fmt::format("a tensor whose dtype is {}", kind_text(type.kind)));
+      plain(given, 7);
       return tensor(given, std::string_view(type.text).substr(6));
     }
     if (name == "torch._utils _rebuild_parameter" || name == "torch._utils _rebuild_parameter_with_state") {

@@ -268,6 +268,7 @@ std::unique_ptr<RowReader> open_torch_rows(const Location& location, const ReadO
 
 std::unique_ptr<RowWriter> create_torch_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,
                                              const WriteOptions& options) {
+  check_name(location);
   return std::make_unique<TorchRowWriter>(location, rows, dim, dtype, options);
 }
 

@@ -137,9 +137,13 @@ T* pointer(std::uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Empty for None. `callback` must outlive what is returned.
+// Ctrl-C stops a call also where nobody wants to be told of its progress. `callback` must outlive what is returned.
 Progress progress_of(const nb::object& callback) {
-  if (callback.is_none()) return {};
+  if (callback.is_none())
+    return [](std::uint64_t, std::uint64_t) {
+      const nb::gil_scoped_acquire gil;
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+    };
   return [&callback](std::uint64_t done, std::uint64_t total) {
     const nb::gil_scoped_acquire gil;
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
@@ -809,7 +813,10 @@ nb::list list_file(const nb::bytes& file, const std::optional<std::string>& form
   }
   nb::list out;
   for (const Entry& entry : entries)
-    out.append(nb::make_tuple(entry.name, nb::tuple(nb::cast(entry.shape)), entry.dtype, entry.bytes, entry.layout));
+    out.append(
+        nb::make_tuple(nb::steal(PyUnicode_DecodeFSDefaultAndSize(entry.name.data(), static_cast<Py_ssize_t>(entry.name.size()))),
+                       nb::tuple(nb::cast(entry.shape)), text_of(std::string_view(entry.dtype)), entry.bytes,
+                       text_of(std::string_view(entry.layout))));
   return out;
 }
 

@@ -83,12 +83,20 @@ CorruptError Store::Impl::unclean_end(const std::filesystem::path& store, std::u
 }
 
 bool Store::Impl::log_is_gone(const std::filesystem::path& store, const Manifest& manifest) {
-  return manifest.log && !is_there(store / kLogName);
+  if (!manifest.log) return false;
+  if (!is_there(store / kLogName)) return true;
+  try {
+    // Its header was there before the manifest said so: a file without one was cut.
+    return !read_log_header(File::open(store / kLogName, File::Mode::kRead));
+  } catch (const Error&) {
+    return false;  // whoever reads it says what is wrong
+  }
 }
 
 CorruptError Store::Impl::log_gone(const std::filesystem::path& store, std::uint64_t commit) {
   return CorruptError(
-      fmt::format("{}: the redo log is gone, which had commits that the tables' files may not have: the store would be at commit "
+      fmt::format("{}: the redo log is gone, or cut to nothing, which had commits that the tables' files may not have: the store "
+                  "would be at commit "
                   "{}, and its tables may mix rows of several. Bring the file back; accept_unclean, or 'embermap recover', takes "
                   "the tables as they are",
                   printable(store / kLogName), commit));

@@ -39,8 +39,9 @@ class RangeArguments {
 // What create_rows() has written there, to be read back. `options`: as the rows were written.
 std::unique_ptr<RowReader> open_written(const Location& destination, const ReadOptions& options);
 
-// For --check: compares what was written with `source`, whose values become `to`. Throws CorruptError naming the first element
-// that differs.
-void check_written(RowReader& source, RowReader& written, DType to, const std::string& destination, std::uint64_t memory);
+// For --check: compares what was written with `source`, whose values become `to`: all bits, or values alone, for text keeps no
+// payload of NaN. Throws CorruptError naming the first element that differs.
+void check_written(RowReader& source, RowReader& written, DType to, bool bits, const std::string& destination,
+                   std::uint64_t memory);
 
 }  // namespace embermap::tools

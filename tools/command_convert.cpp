@@ -84,7 +84,7 @@ int convert(const Arguments& arguments, const Common& common) {
     const std::unique_ptr<RowReader> before = arguments.rows.apply(open_rows_as(source, to, again));
     ReadOptions back{.dtype = result.to, .dim = result.dim};
     const std::unique_ptr<RowReader> after = open_written(destination, back);
-    check_written(*before, *after, result.to, arguments.destination, common.memory);
+    check_written(*before, *after, result.to, !format_has_words(destination.format), arguments.destination, common.memory);
   }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   Json extra = vocabulary_json(words);

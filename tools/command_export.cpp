@@ -81,7 +81,7 @@ int export_table(const Arguments& arguments, const Common& common) {
   if (arguments.check) {
     const std::unique_ptr<RowReader> before = arguments.rows.apply(table_rows(table, path.field));
     const std::unique_ptr<RowReader> after = open_written(destination, {.dtype = result.to, .dim = result.dim});
-    check_written(*before, *after, result.to, arguments.destination, common.memory / 2);
+    check_written(*before, *after, result.to, !format_has_words(destination.format), arguments.destination, common.memory / 2);
   }
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   Json extra{{"field", json_text(path.field)}, {"commit", store.commit_number()}};

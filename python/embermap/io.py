@@ -109,12 +109,15 @@ class Rows:
                 ids = ids.astype(np.int64)
             elif ids.dtype.kind not in "iu":
                 raise IndexError(f"rows are chosen by integers, not by {key!r}") from None
-            flat = ids.reshape(-1).astype(np.int64)
-            bad = (flat < -len(self)) | (flat >= len(self))
+            flat = ids.reshape(-1)
+            bad = flat >= len(self)
+            if flat.dtype.kind == "i":
+                bad |= flat < -len(self)
             if bad.any():
                 raise IndexError(
                     f"row {flat[bad.argmax()]} of {self.description}, which has {len(self)}"
                 ) from None
+            flat = flat.astype(np.int64)
             picked = self._pick(np.where(flat < 0, flat + len(self), flat))
             return picked.reshape(*ids.shape, self.shape[1])[..., columns]
         if not -len(self) <= row < len(self):
@@ -265,6 +268,8 @@ def convert(
     """
     first, end = 0, _ALL
     if rows is not None:
+        if not isinstance(rows, slice) and not (isinstance(rows, tuple) and len(rows) == 2):
+            raise TypeError(f"rows must be a slice or (first, end), not {rows!r}")
         part = rows if isinstance(rows, slice) else slice(*rows)
         if part.step not in (None, 1):
             raise ValueError(f"rows must be consecutive, not {rows!r}")

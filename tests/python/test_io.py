@@ -170,3 +170,47 @@ def test_convert_keeps_what_is_there(tmp_path, file, values):
     with pytest.raises(KeyboardInterrupt):
         em.convert(file, tmp_path / "z.npy", progress=stop)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.npy", "y.npy"]
+
+
+def test_negated_tensors_are_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    whole = torch.complex(torch.ones(2, 2), torch.full((2, 2), 5.0))
+    torch.save({"w": whole.conj().imag}, tmp_path / "x.pt")  # -5, which is not what its bytes say
+    with pytest.raises(em.FormatError, match="resolve_neg"):
+        em.io.open(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("value", [2**24 + 1, -(2**31) + 1])
+def test_whole_numbers_of_text_are_exact(tmp_path, value):
+    np.save(tmp_path / "x.npy", np.array([[value, 1]], np.int32))
+    em.convert(tmp_path / "x.npy", tmp_path / "x.vec", vocab="none")
+    em.convert(tmp_path / "x.vec", tmp_path / "y.npy", dtype="int32", vocab="none")
+    assert np.load(tmp_path / "y.npy").tolist() == [[value, 1]]
+
+
+def test_what_is_replaced_keeps_its_permissions(tmp_path, file):
+    there = tmp_path / "y.npz"
+    em.convert(file, there)
+    there.chmod(0o640)
+    em.convert(file, f"{there}:more")
+    assert there.stat().st_mode & 0o777 == 0o640
+    em.convert(file, there, overwrite=True)
+    assert there.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.pt", "x.safetensors"])
+def test_names_that_nobody_could_read_are_refused(tmp_path, file, name):
+    with pytest.raises(ValueError, match="UTF-8"):
+        em.convert(file, bytes(tmp_path / name) + b":\xff")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npy"]
+
+
+@pytest.mark.parametrize("rows", [3, (1, 2, 3), "5:6", slice(0, 9, 2)])
+def test_rows_that_are_no_range(tmp_path, file, rows):
+    with pytest.raises((TypeError, ValueError), match="rows must be"):
+        em.convert(file, tmp_path / "y.npy", rows=rows)
+
+
+def test_large_ids_are_out_of_range(file):
+    with pytest.raises(IndexError, match=str(2**64 - 1)):
+        em.io.open(file)[np.array([2**64 - 1], np.uint64)]

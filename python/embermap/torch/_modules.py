@@ -484,7 +484,17 @@ class EmbeddingBag(TableModule):
             raise TypeError(f"offsets must be integers, not {offsets.dtype}")
         if self.include_last_offset and offsets.numel() == 0:
             raise ValueError("offsets must have at least the end of the last bag")
-        return ids, offsets.to(torch.int64), weights
+        begins = offsets.to(torch.int64)
+        if begins.numel() == 0 and ids.numel() != 0:
+            raise ValueError(f"no offsets for an input of {ids.numel()} ids")
+        if begins.is_cpu and begins.numel() != 0:  # elsewhere a look would wait for the device
+            if int(begins[0]) != 0:
+                raise ValueError(f"offsets must begin with 0, not {int(begins[0])}")
+            if int(begins[-1]) > ids.numel():
+                raise ValueError(f"offset {int(begins[-1])} is behind the {ids.numel()} ids")
+            if bool((begins[1:] < begins[:-1]).any()):
+                raise ValueError("offsets must ascend")
+        return ids, begins, weights
 
 
 class EmbeddingCollection(nn.Module):

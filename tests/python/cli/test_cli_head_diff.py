@@ -99,6 +99,13 @@ def test_diff_of_large_integers_is_exact(cli: Embermap, tmp_path: Path) -> None:
     assert cli("diff", tmp_path / "a.npy", tmp_path / "b.npy").code == 1
 
 
+def test_diff_of_whole_numbers_and_floats_is_exact(cli: Embermap, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([[2**53 + 1, 2**53, 2**63 - 1, -(2**63)]], np.int64))
+    np.save(tmp_path / "b.npy", np.array([[2.0**53, 2.0**53, 2.0**63, -(2.0**63)]]))
+    found = cli("diff", tmp_path / "a.npy", tmp_path / "b.npy", "--json").json
+    assert (found["different_elements"], found["largest"]["difference"]) == (2, 1)
+
+
 def test_diff_of_other_shapes_is_an_error(cli: Embermap, tmp_path: Path, file: Path) -> None:
     np.save(tmp_path / "y.npy", np.zeros((20, 4), np.float32))
     cli.fails("diff", file, tmp_path / "y.npy", says=["20 x 3", "20 x 4"])
@@ -139,4 +146,8 @@ def test_what_was_written_is_read_back(
     options = ["--dtype", kind, "--check", "--json"]
     if name.endswith(".vec"):
         options += ["--vocab", "none"]
+        np.save(tmp_path / "i.npy", np.array([[2**24 + 1, -5]], np.int32))
+        cli.ok("convert", tmp_path / "i.npy", tmp_path / "i.vec", "--vocab", "none", "--check")
+        np.save(tmp_path / "n.npy", np.array([[np.nan, -0.0]], np.float32))
+        cli.ok("convert", tmp_path / "n.npy", tmp_path / "n.vec", "--vocab", "none", "--check")
     assert cli.ok("convert", file, tmp_path / name, *options).json["checked"] is True
