@@ -1451,6 +1451,14 @@ TEST_F(StoreTest, ALogThatIsTakenAwayWithItsCommitsIsMissed) {
               HasSubstr("the redo log is gone"));
   EXPECT_TRUE(plan_recovery(path()).unclean);
   EXPECT_FALSE(std::filesystem::exists(log));
+  for (const std::uint64_t bytes : {0U, 100U, 4096U}) {
+    std::filesystem::copy_file(path() / "kept", log);
+    std::filesystem::resize_file(log, bytes);
+    for (const auto mode : {StoreOptions::Mode::kRead, StoreOptions::Mode::kReadWrite})
+      EXPECT_THAT(message_of<CorruptError>([&] { open(1 << 20, mode); }), HasSubstr("cut to nothing")) << bytes;
+    EXPECT_EQ(std::filesystem::file_size(log), bytes);
+    std::filesystem::remove(log);
+  }
   // Brought back, it counts.
   std::filesystem::rename(path() / "kept", log);
   EXPECT_EQ(gather(open(1 << 20, StoreOptions::Mode::kRead).table("t"), {5})[0], 2.0F);
