@@ -682,5 +682,5 @@ def test_the_operators_are_what_torch_expects(make):
 @pytest.mark.parametrize("offsets", [[], [1, 2], [0, 3], [0, 2, 1]])
 def test_offsets_that_are_none(make, offsets):
     bag = em.torch.EmbeddingBag(make(), mode="sum")
-    with pytest.raises(ValueError, match="offset"):
+    with pytest.raises((ValueError, RuntimeError), match="offset"):
         bag(torch.tensor([1, 2]), torch.tensor(offsets, dtype=torch.int64))
