@@ -487,9 +487,9 @@ class EmbeddingBag(TableModule):
         begins = offsets.to(torch.int64)
         if begins.numel() == 0 and ids.numel() != 0:
             raise ValueError(f"no offsets for an input of {ids.numel()} ids")
-        if begins.is_cpu and begins.numel() != 0:  # elsewhere a look would wait for the device
-            if bool((begins[1:] < begins[:-1]).any()):
-                raise ValueError("offsets must ascend")
+        # Elsewhere a look would wait for the device.
+        if begins.is_cpu and begins.numel() != 0 and bool((begins[1:] < begins[:-1]).any()):
+            raise ValueError("offsets must ascend")
         return ids, begins, weights
 
 
