@@ -36,7 +36,8 @@ bool regular(const std::filesystem::path& file) {
 }  // namespace
 
 Addition::Addition(const std::filesystem::path& file, std::string what, bool adds, bool overwrite)
-    : what_{std::move(what)}, adds_{adds}, temporary_{TemporaryFile::create(file, overwrite || (adds && regular(file)))} {
+    : what_{std::move(what)}, adds_{adds}, temporary_{TemporaryFile::create(file, overwrite || adds)} {
+  // Others may make the file at any moment: finish() looks once more, when nobody can.
   if (adds_ && regular(temporary_.target())) open_existing();
 }
 
