@@ -891,10 +891,18 @@ void bind_files(nb::module_& m) {
       .def_prop_ro("description", &FileRows::description)
       .def("read", &FileRows::read, "first"_a, "count"_a, "out"_a.noconvert())
       .def("close", &FileRows::close);
-  m.def("list_file", &list_file, "file"_a, "format"_a.none());
-  m.def("convert_file", &convert_file, "source"_a, "destination"_a, "dtype"_a.none(), "source_dtype"_a.none(), "first"_a, "end"_a,
-        "overwrite"_a, "gzip"_a.none(), "source_format"_a.none(), "destination_format"_a.none(), "vocabulary"_a, "dim"_a,
-        "offset"_a, "allow_external"_a, "memory"_a, "progress"_a.none());
+  m.def("list_file", &list_file,
+        nb::sig("def list_file(file: bytes, format: str | None) -> list[tuple[str, tuple[int, ...], str, int, str]]"), "file"_a,
+        "format"_a.none());
+  m.def(
+      "convert_file", &convert_file,
+      nb::sig("def convert_file(source: bytes, destination: bytes, dtype: str | None, source_dtype: str | None, first: int, end: "
+              "int, overwrite: bool, gzip: int | None, source_format: str | None, destination_format: str | None, vocabulary: "
+              "bytes, dim: int, offset: int, allow_external: bool, memory: int, progress: object | None) -> tuple[int, int, str, "
+              "str, int, int]"),
+      "source"_a, "destination"_a, "dtype"_a.none(), "source_dtype"_a.none(), "first"_a, "end"_a, "overwrite"_a, "gzip"_a.none(),
+      "source_format"_a.none(), "destination_format"_a.none(), "vocabulary"_a, "dim"_a, "offset"_a, "allow_external"_a,
+      "memory"_a, "progress"_a.none());
 }
 
 NB_MODULE(_core, m) {

@@ -70,6 +70,16 @@ def integer(value: object, name: str, *, most: int = 2**63 - 1) -> int:
     return number
 
 
+def columns(dim: object) -> int:
+    """`dim` of a file's rows as the core takes it: 0 where the file tells how many there are."""
+    if dim is None:
+        return 0
+    number = integer(dim, "dim")
+    if number == 0:
+        raise ValueError("dim must be at least 1")
+    return number
+
+
 def size(value: object, name: str) -> int:
     """Bytes of an int or of a text such as "8GiB"."""
     if isinstance(value, str):

@@ -354,8 +354,6 @@ class Store:
         TypeError (dtype that does not fit), ValueError (a format that is not known or cannot be
         told, several arrays that could be meant), FileExistsError (table, vocabulary), OSError.
         """
-        if dim is not None and _checks.integer(dim, "dim") == 0:
-            raise ValueError("dim must be at least 1")
         handle = self._live.import_file(
             _table_name(name),
             os.fsencode(src),
@@ -365,7 +363,7 @@ class Store:
             _table_memory(memory),
             bool(allow_external),
             None if format is None else str(format),
-            0 if dim is None else _checks.integer(dim, "dim"),
+            _checks.columns(dim),
             _checks.integer(offset, "offset"),
             b"" if vocab is None else os.fsencode(vocab),
             os.fsencode(self.path / name),

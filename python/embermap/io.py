@@ -122,7 +122,8 @@ class Rows:
             return picked.reshape(*ids.shape, self.shape[1])[..., columns]
         if not -len(self) <= row < len(self):
             raise IndexError(f"row {row} of {self.description}, which has {len(self)}")
-        return self._read(row % len(self), 1)[0][columns]
+        one: NDArray[Any] = self._read(row % len(self), 1)[0][columns]
+        return one
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         for _, block in self.blocks():
@@ -171,7 +172,6 @@ class Rows:
 
     def _pick(self, ids: NDArray[np.int64]) -> NDArray[Any]:
         """Rows by number: in ascending order from the file, each once."""
-        out = np.empty((len(ids), self.shape[1]), self.dtype)
         distinct, where = np.unique(ids, return_inverse=True)
         found = np.empty((len(distinct), self.shape[1]), self.dtype)
         begin = 0
@@ -179,8 +179,7 @@ class Rows:
             if end == len(distinct) or distinct[end] != distinct[end - 1] + 1:
                 found[begin:end] = self._read(int(distinct[begin]), end - begin)
                 begin = end
-        out[:] = found[where.reshape(-1)]
-        return out
+        return found[where.reshape(-1)]
 
 
 def open(  # noqa: A001
@@ -211,7 +210,7 @@ def open(  # noqa: A001
             None if dtype is None else _dtypes.dtype_name(dtype),
             bool(allow_external),
             None if format is None else str(format),
-            _columns(dim),
+            _checks.columns(dim),
             _checks.integer(offset, "offset"),
         )
     )
@@ -273,15 +272,18 @@ def convert(
         part = rows if isinstance(rows, slice) else slice(*rows)
         if part.step not in (None, 1):
             raise ValueError(f"rows must be consecutive, not {rows!r}")
-        with open(
-            src,
-            format=src_format,
-            dtype=source_dtype,
-            dim=dim,
-            offset=offset,
-            allow_external=allow_external,
-        ) as there:
-            first, end, _ = part.indices(len(there))
+        first = 0 if part.start is None else operator.index(part.start)
+        end = _ALL if part.stop is None else operator.index(part.stop)
+        if first < 0 or end < 0:  # from the end on; else nobody has to know how many there are
+            with open(
+                src,
+                format=src_format,
+                dtype=source_dtype,
+                dim=dim,
+                offset=offset,
+                allow_external=allow_external,
+            ) as there:
+                first, end, _ = part.indices(len(there))
         end = max(first, end)
     found = _core.convert_file(
         os.fsencode(src),
@@ -295,7 +297,7 @@ def convert(
         None if src_format is None else str(src_format),
         None if dst_format is None else str(dst_format),
         b"" if vocab is None else os.fsencode(vocab),
-        _columns(dim),
+        _checks.columns(dim),
         _checks.integer(offset, "offset"),
         bool(allow_external),
         _checks.size(memory, "memory"),
@@ -303,12 +305,3 @@ def convert(
     )
     names = ("rows", "dim", "source_dtype", "dtype", "became_infinite", "became_zero")
     return dict(zip(names, found, strict=True))
-
-
-def _columns(dim: int | None) -> int:
-    if dim is None:
-        return 0
-    columns = _checks.integer(dim, "dim")
-    if columns == 0:
-        raise ValueError("dim must be at least 1")
-    return columns

@@ -134,6 +134,12 @@ def test_convert_some_rows(tmp_path, file, values, rows):
     assert np.array_equal(np.load(tmp_path / "some.npy"), wanted)
 
 
+def test_convert_some_rows_of_a_raw_file(tmp_path, values):
+    values.tofile(tmp_path / "x.raw")
+    em.convert(tmp_path / "x.raw", tmp_path / "y.npy", dtype="float32", dim=7, rows=(5, 2000))
+    assert np.array_equal(np.load(tmp_path / "y.npy"), values[5:])
+
+
 def test_convert_rows_with_words(tmp_path, values):
     text = tmp_path / "w.vec"
     lines = [f"{len(values)} 7"]
