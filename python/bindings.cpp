@@ -632,6 +632,13 @@ void bind_table(nb::module_& m) {
           },
           "device"_a, "ids"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, "lr"_a.none(), "working_set"_a.none(), Release())
       .def(
+          "update_kept",
+          [](Table& t, const WorkingSet& from, std::uint64_t count, std::uintptr_t grads, std::string_view grad_dtype,
+             std::uintptr_t stream) {
+            return t.update_kept(from, count, pointer<const std::byte>(grads), parse_dtype(grad_dtype), {pointer<void>(stream)});
+          },
+          "working_set"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, Release())
+      .def(
           "gather_working_set",
           [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t out, std::uintptr_t stream) {
             return t.gather_working_set(device, pointer<const std::int64_t>(ids), count, pointer<std::byte>(out),

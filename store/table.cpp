@@ -52,7 +52,12 @@ void Table::add(int device, const std::int64_t* ids, std::uint64_t count, const 
 }
 void Table::update(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
                    CudaStream stream, std::optional<double> lr, const WorkingSet* from) {
-  impl_->update_device(device, ids, count, grads, grad_dtype, stream, lr, from);
+  if (from != nullptr && impl_->update_kept(*from, count, grads, grad_dtype, stream, lr)) return;
+  impl_->update_device(device, ids, count, grads, grad_dtype, stream, lr);
+}
+bool Table::update_kept(const WorkingSet& from, std::uint64_t count, const std::byte* grads, DType grad_dtype, CudaStream stream,
+                        std::optional<double> lr) {
+  return impl_->update_kept(from, count, grads, grad_dtype, stream, lr);
 }
 WorkingSet Table::gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
                                      CudaStream stream) {

@@ -192,8 +192,8 @@ class Table {
   // Adds to the weights.
   void add(std::span<const std::int64_t> ids, std::span<const std::byte> rows);
   // One optimizer step; grads = ids.size() x dim elements of the weight's dtype, or of float32 for half-precision rows. `lr`
-  // replaces the optimizer's learning rate for this step alone (Rprop has none: InvalidArgument). Without ids nothing happens, and
-  // step() does not count.
+  // replaces the optimizer's learning rate for this step alone (Rprop has none: InvalidArgument). Without ids nothing happens,
+  // and step() does not count.
   void update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
               std::optional<double> lr = {});
   // Reads pages of these rows, on a thread of the store's, while the caller goes on. Calls are served in their order. Pages that
@@ -219,6 +219,10 @@ class Table {
   // update with the same ids in the same order, on the same stream, then takes it `from` there, sorts and fetches nothing, and
   // gives the same bits; where rows have changed since then it does all anew.
   WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
+  // That part of update() alone, for whoever has the ids no more at hand: false, and nothing done, where rows have changed since
+  // then, the stream is another one, or `count` is not the number of ids. grads: count x dim elements.
+  bool update_kept(const WorkingSet& from, std::uint64_t count, const std::byte* grads, DType grad_dtype, CudaStream stream,
+                   std::optional<double> lr = {});
 
   // Consecutive rows [first, first + count) past the hot pages: for scans, import and export; they evict nothing. Rows of one
   // page are read at one moment, so no row is torn; a call that changes rows meanwhile does not wait for the whole read, and may

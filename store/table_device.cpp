@@ -27,6 +27,7 @@ struct WorkingSet::State {
   std::weak_ptr<const TableImpl> table;
   std::uint64_t changes = 0;
   std::uint64_t count = 0;
+  int device = 0;
   void* stream = nullptr;
 };
 
@@ -272,8 +273,8 @@ void TableImpl::for_device_whole(DeviceCall& call, const FrameSource& source, Ac
         pages.mark_rows(call.engine.keys(*call.batch));  // some rows may have been written
       } catch (const RowIdError&) {
         // nothing was written
-      } catch (const Error&) {
-        pages.mark_all();  // the device has failed, and what it wrote before is not known
+      } catch (...) {
+        pages.mark_all();  // the device has failed, or memory is short, and what was written before is not known
       }
     }
     throw;
@@ -386,7 +387,12 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
         pages->count_hits(engine.pages_used(*batch));
         if (newer) engine.patch(*batch, newer, stream);
         engine.expand(*batch, weight.bytes, out, stream);
-        *kept.state_ = {.batch = batch, .table = weak_from_this(), .changes = changes_, .count = count, .stream = stream.handle};
+        *kept.state_ = {.batch = batch,
+                        .table = weak_from_this(),
+                        .changes = changes_,
+                        .count = count,
+                        .device = device,
+                        .stream = stream.handle};
         add_reader(engine.depart(std::move(batch), newer, stream));
       });
       rows_gathered_ += count;
@@ -430,31 +436,41 @@ void TableImpl::add_device(int device, const std::int64_t* ids, std::uint64_t co
       [&](CudaEngine& engine, CudaBatch& batch) { engine.add(batch, schema_.dim(), schema_.dtype(), rows, stream); }, [] {});
 }
 
-void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-                              CudaStream stream, std::optional<double> lr, const WorkingSet* from) {
-  const ProfileRange range("embermap: update");
+TableImpl::DeviceUpdate TableImpl::device_update(const std::byte* grads, DType grad_dtype, CudaStream stream,
+                                                 std::optional<double> lr) {
   {
     const auto lock = side_by_side();
     check_writable();
     check_gradient_dtype(grad_dtype);
     (void)next_step(lr);  // an lr that cannot be is refused before anything happens
   }
-  change_device(
-      device, ids, count, schema_.record_bytes(), stream,
-      [&](CudaEngine& engine, CudaBatch& batch) {
-        engine.step(batch, schema_.layout(entry_.geometry.stride), next_step(lr), grads, grad_dtype, stream);
-      },
-      [&] {
-        ++step_;
-        entry_changed_ = true;
-      },
-      from);
+  return {[=, this](CudaEngine& engine, CudaBatch& batch) {
+            engine.step(batch, schema_.layout(entry_.geometry.stride), next_step(lr), grads, grad_dtype, stream);
+          },
+          [this] {
+            ++step_;
+            entry_changed_ = true;
+          }};
+}
+
+void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
+                              CudaStream stream, std::optional<double> lr) {
+  const ProfileRange range("embermap: update");
+  const DeviceUpdate update = device_update(grads, grad_dtype, stream, lr);
+  change_device(device, ids, count, schema_.record_bytes(), stream, update.change, update.done);
+}
+
+bool TableImpl::update_kept(const WorkingSet& from, std::uint64_t count, const std::byte* grads, DType grad_dtype,
+                            CudaStream stream, std::optional<double> lr) {
+  const ProfileRange range("embermap: update");
+  const DeviceUpdate update = device_update(grads, grad_dtype, stream, lr);
+  core_->bound_log();
+  return change_kept(from, count, stream, update.change, update.done);
 }
 
 void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
-                              const DeviceChange& change, const std::function<void()>& done, const WorkingSet* from) {
+                              const DeviceChange& change, const std::function<void()>& done) {
   core_->bound_log();
-  if (from != nullptr && change_kept(device, *from, count, stream, change, done)) return;
   DeviceCall call = begin_device(device, ids, count, 0, bytes, stream);
   if (count == 0) return;
   if (change_behind(call, bytes, stream, change, done)) {
@@ -505,12 +521,12 @@ bool TableImpl::change_behind(DeviceCall& call, std::uint64_t bytes, CudaStream 
   return true;
 }
 
-bool TableImpl::change_kept(int device, const WorkingSet& from, std::uint64_t count, CudaStream stream,
-                            const DeviceChange& change, const std::function<void()>& done) {
+bool TableImpl::change_kept(const WorkingSet& from, std::uint64_t count, CudaStream stream, const DeviceChange& change,
+                            const std::function<void()>& done) {
   if (!from.state_ || from.state_->table.lock().get() != this || from.state_->count != count ||
       from.state_->stream != stream.handle)
     return false;
-  CudaEngine& engine = core_->engine(device);
+  CudaEngine& engine = core_->engine(from.state_->device);
   const auto lock = side_by_side();
   check_writable();
   WholePages* const pages = resident();
@@ -530,9 +546,11 @@ void TableImpl::write_behind(CudaEngine& engine, std::shared_ptr<CudaBatch> batc
                              const FrameSource& source, CudaStream stream, const DeviceChange& change,
                              const std::function<void()>& done) {
   auto& pages = static_cast<WholePages&>(hot());
-  // Before anything changes: bad ids are thrown here. Pages are marked while rows move.
-  pages.load_rows(engine.keys(*batch), Access::kWrite);
+  const HostKeys keys = engine.keys(*batch);  // before anything changes: bad ids are thrown here
   change(engine, *batch);
+  // The device has something to do: pages are marked meanwhile.
+  pages.mark_rows(keys);
+  pages.count_hits(engine.pages_used(*batch));
   ++changes_;
   // Whoever fetches takes rows that are on their way back from one batch, not from several.
   if (before) before->wait();

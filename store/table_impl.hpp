@@ -63,7 +63,9 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
                       CudaStream stream);
   void add_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows, CudaStream stream);
   void update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,
-                     CudaStream stream, std::optional<double> lr, const WorkingSet* from);
+                     CudaStream stream, std::optional<double> lr);
+  bool update_kept(const WorkingSet& from, std::uint64_t count, const std::byte* grads, DType grad_dtype, CudaStream stream,
+                   std::optional<double> lr);
   WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
   // Past the hot pages (table_scan.cpp).
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field);
@@ -215,7 +217,13 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   using DeviceChange = std::function<void(CudaEngine&, CudaBatch&)>;
   // Fetches `bytes` of every record of the batch, lets `change` work on them, writes them back, and calls `done`.
   void change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
-                     const DeviceChange& change, const std::function<void()>& done, const WorkingSet* from = nullptr);
+                     const DeviceChange& change, const std::function<void()>& done);
+  // A step of the optimizer as such a change. Throws for gradients or a rate that cannot be.
+  struct DeviceUpdate {
+    DeviceChange change;
+    std::function<void()> done;
+  };
+  DeviceUpdate device_update(const std::byte* grads, DType grad_dtype, CudaStream stream, std::optional<double> lr);
 
   // A batch on a device with files_ held the way it has to be: shared if its pages fit into memory together, else alone.
   struct DeviceCall {
@@ -244,7 +252,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   bool change_behind(DeviceCall& call, std::uint64_t bytes, CudaStream stream, const DeviceChange& change,
                      const std::function<void()>& done);
   // False likewise, or if the working set is not what the rows are now.
-  bool change_kept(int device, const WorkingSet& from, std::uint64_t count, CudaStream stream, const DeviceChange& change,
+  bool change_kept(const WorkingSet& from, std::uint64_t count, CudaStream stream, const DeviceChange& change,
                    const std::function<void()>& done);
   void write_behind(CudaEngine& engine, std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& before,
                     const FrameSource& source, CudaStream stream, const DeviceChange& change, const std::function<void()>& done);

@@ -1,10 +1,12 @@
 #include "store/whole_pages.hpp"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <exception>
 #include <limits>
 #include <mutex>
+#include <utility>
 
 #include "base/checked.hpp"
 #include "base/lock_soon.hpp"
@@ -13,7 +15,8 @@
 
 namespace embermap {
 namespace {
-constexpr std::uint64_t kGrain = 4096;  // pages a thread looks up at a time
+constexpr std::uint64_t kGrain = 4096;      // pages a thread looks up at a time
+constexpr std::uint64_t kMarkGrain = 2048;  // rows whose pages it only marks
 // A batch with more ids than half of the table's pages counts the pages it uses in bits of each thread's own: marks that all
 // threads write take each other's cache lines away, which made a gather by sixteen threads five times slower than its copies.
 constexpr std::uint64_t kDenseShare = 2;
@@ -30,21 +33,24 @@ WholePages::WholePages(PageFile& file, ThreadPool& compute)
       dirty_{std::make_unique<std::atomic<std::uint8_t>[]>(pages_)},
       last_batch_{std::make_unique<std::atomic<std::uint32_t>[]>(pages_)} {}
 
-void WholePages::mark_dirty(std::uint64_t page) noexcept {
-  if (dirty_[page].load(std::memory_order_relaxed) == 0 && dirty_[page].exchange(1, std::memory_order_relaxed) == 0)
-    ++dirty_count_;
+bool WholePages::set_dirty(std::uint64_t page) noexcept {
+  return dirty_[page].load(std::memory_order_relaxed) == 0 && dirty_[page].exchange(1, std::memory_order_relaxed) == 0;
 }
 
-bool WholePages::use(std::uint64_t page, std::uint32_t batch, Access access, std::uint64_t& used, std::uint64_t* bits) noexcept {
+void WholePages::mark_dirty(std::uint64_t page) noexcept {
+  if (set_dirty(page)) ++dirty_count_;
+}
+
+bool WholePages::use(std::uint64_t page, std::uint32_t batch, Access access, Marks& marks, std::uint64_t* bits) noexcept {
   if (state_[page].load(std::memory_order_acquire) != kReady) return false;
   if (bits != nullptr) {
     bits[page / 64] |= 1ULL << (page % 64);
   } else if (last_batch_[page].load(std::memory_order_relaxed) != batch) {
     // Not an exchange, which costs ten times as much: two threads that meet here at the same moment count the page twice.
     last_batch_[page].store(batch, std::memory_order_relaxed);
-    ++used;
+    ++marks.used;
   }
-  if (access == Access::kWrite) mark_dirty(page);
+  if (access == Access::kWrite && set_dirty(page)) ++marks.dirtied;
   return true;
 }
 
@@ -60,15 +66,20 @@ std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf&
   compute_.parallel_for(count, kGrain, [&](std::uint64_t begin, std::uint64_t end) {
     if (!good(begin, end)) refused.store(true, std::memory_order_relaxed);
     if (refused.load(std::memory_order_relaxed)) return;
-    std::uint64_t mine = 0;
+    Marks mine;
     std::vector<Wanted> absent;
     std::vector<std::uint64_t> bits(together.size());
     for (std::uint64_t i = begin; i < end; ++i) {
       const std::uint64_t page = page_of(i);
       if (use(page, batch, access, mine, bits.empty() ? nullptr : bits.data())) continue;
+      if (absent.size() == absent.capacity()) {
+        dirty_count_ += std::exchange(mine.dirtied, 0);  // before memory may run out
+        absent.reserve(std::max<std::size_t>(64, 2 * absent.size()));
+      }
       if (absent.empty() || absent.back().page != page) absent.push_back({page, replaced(i)});
     }
-    used += mine;
+    used += mine.used;
+    if (mine.dirtied != 0) dirty_count_ += mine.dirtied;
     if (bits.empty() && absent.empty()) return;
     std::unique_lock lock(merging, std::defer_lock);
     lock_soon(lock);
@@ -208,8 +219,20 @@ void WholePages::mark_all() noexcept {
   for (std::uint64_t page = 0; page < pages_; ++page) mark_dirty(page);
 }
 
-void WholePages::mark_rows(const HostKeys& ids) noexcept {
-  for (std::uint64_t i = 0; i < ids.count; ++i) mark_dirty(page_of_row_.quotient(ids[i]));
+void WholePages::mark_rows(const HostKeys& ids) {
+  compute_.parallel_for(ids.count, kMarkGrain, [&](std::uint64_t begin, std::uint64_t end) {
+    std::uint64_t dirtied = 0;
+    std::array<std::uint64_t, 32> pages;  // their marks lie anywhere: several are on their way at once
+    for (std::uint64_t first = begin; first < end; first += pages.size()) {
+      const std::uint64_t count = std::min<std::uint64_t>(pages.size(), end - first);
+      for (std::uint64_t i = 0; i < count; ++i) {
+        pages[i] = page_of_row_.quotient(ids[first + i]);
+        __builtin_prefetch(&dirty_[pages[i]], 1);
+      }
+      for (std::uint64_t i = 0; i < count; ++i) dirtied += set_dirty(pages[i]) ? 1U : 0U;
+    }
+    if (dirtied != 0) dirty_count_ += dirtied;
+  });
 }
 
 HotPages::Hold WholePages::hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) {

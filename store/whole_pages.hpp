@@ -29,7 +29,7 @@ class WholePages final : public HotPages {
   // The same for good ones; with Access::kWrite their pages are marked dirty.
   void load_rows(const HostKeys& ids, Access access);
   // Marks their pages dirty, and no more. For pages in memory.
-  void mark_rows(const HostKeys& ids) noexcept;
+  void mark_rows(const HostKeys& ids);
   void mark_all() noexcept;  // where all_ready()
   // A batch has used so many pages, all of them in memory.
   void count_hits(std::uint64_t pages) noexcept { hits_ += pages; }
@@ -50,9 +50,14 @@ class WholePages final : public HotPages {
     std::uint64_t page;
     bool replaced;
   };
-  // A batch's use of a page: counts it in `used` if the batch had not used it yet, or sets its bit in `bits`, and marks it dirty.
-  // False if it is not ready.
-  bool use(std::uint64_t page, std::uint32_t batch, Access access, std::uint64_t& used, std::uint64_t* bits) noexcept;
+  // What one thread counts for a batch: one counter that all threads write would take longer than the marks.
+  struct Marks {
+    std::uint64_t used = 0, dirtied = 0;
+  };
+  // A batch's use of a page: counts it if the batch had not used it yet, or sets its bit in `bits`, and marks it dirty. False if
+  // it is not ready.
+  bool use(std::uint64_t page, std::uint32_t batch, Access access, Marks& marks, std::uint64_t* bits) noexcept;
+  bool set_dirty(std::uint64_t page) noexcept;  // true if it was clean: it counts as dirty then
   void mark_dirty(std::uint64_t page) noexcept;
   // Makes the pages page_of(i), i < count, ready; returns how many distinct ones there were, and in `held_back` the frames of
   // those that the caller will fill.

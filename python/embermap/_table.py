@@ -252,8 +252,8 @@ class Table:
     def _gather_for_update(self, ids: Any, out: Any = None) -> tuple[Any, _core.WorkingSet | None]:
         """gather(), and what it fetched where an update of the same ids may take it from there.
 
-        Not for callers: `update` is given it with the same ids, in the same order, on the same
-        stream. It holds device memory.
+        Not for callers: the core's `update_kept` is given it on the same stream. It holds device
+        memory.
         """
         core = self._live
         batch = self._ids(ids)
@@ -302,7 +302,6 @@ class Table:
         grads: Any,
         *,
         lr: float | None = None,
-        _working_set: _core.WorkingSet | None = None,
     ) -> None:
         """One step of the table's optimizer on the rows of a batch.
 
@@ -336,7 +335,7 @@ class Table:
                 values.dtype,
                 batch.stream,
                 rate,
-                _working_set,
+                None,
             )
 
     def prefetch(self, ids: Any) -> Prefetch:

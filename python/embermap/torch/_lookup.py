@@ -28,6 +28,14 @@ class Source(Protocol):
     def _watch(self) -> None: ...
 
 
+def raw_stream(tensor: Tensor) -> int:
+    """The current stream of a tensor's device, as CUDA names it; 0 for one on the host."""
+    if not tensor.is_cuda:
+        return 0
+    stream: int = torch._C._cuda_getCurrentRawStream(tensor.get_device())
+    return stream
+
+
 @dataclasses.dataclass
 class _Batch:
     """The gradient of one look-up: row i of `grads`, (n, dim), belongs to the row `ids[i]`."""
@@ -36,6 +44,7 @@ class _Batch:
     grads: Tensor
     backward: int  # the backward pass it comes from, by torch's number
     fetched: Any  # what the look-up has for an update, on a device
+    stream: int  # on which they were made; 0 on the host
 
 
 class Pending:
@@ -61,7 +70,9 @@ class Pending:
         with self._lock:
             if self._dropped(anchor):
                 self._batches.clear()
-            self._arriving.append(_Batch(ids, grads, torch._C._current_graph_task_id(), fetched))
+            self._arriving.append(
+                _Batch(ids, grads, torch._C._current_graph_task_id(), fetched, raw_stream(grads))
+            )
 
     def settle(self) -> None:
         """From within a backward pass: it has given the anchor its gradient."""
@@ -84,16 +95,30 @@ class Pending:
             return None
         return joined([(batch.ids, batch.grads) for batch in batches])
 
-    def fetched(self) -> tuple[int, Any]:
-        """How many look-ups the gradients are of, and what a single one has for the update.
+    def kept(self, anchor: Tensor) -> tuple[Any, Tensor] | None:
+        """What a single look-up has for the update, and its gradients, (n, dim) in C order.
 
-        That is good for one update: a second call finds nothing.
+        None where there are several, or none, or the current stream is not theirs. It is good for
+        one update: a second call finds nothing.
         """
+        if self._dropped(anchor):
+            self.drop()
         with self._lock:
             if len(self._batches) != 1:
-                return len(self._batches), None
-            fetched, self._batches[0].fetched = self._batches[0].fetched, None
-            return 1, fetched
+                return None
+            batch = self._batches[0]
+            if batch.fetched is None or raw_stream(batch.grads) != batch.stream:
+                return None
+            self._arriving.clear()
+            fetched, batch.fetched = batch.fetched, None
+            return fetched, batch.grads
+
+    def forget_kept(self) -> int:
+        """How many look-ups the gradients are of; what they have for an update is given up."""
+        with self._lock:
+            for batch in self._batches:
+                batch.fetched = None
+            return len(self._batches)
 
     def _dropped(self, anchor: Tensor) -> bool:
         """Whether somebody has set a gradient to None."""

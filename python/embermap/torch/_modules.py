@@ -16,7 +16,7 @@ from .. import optim as optimizers
 from .._prefetch import Prefetcher
 from .._store import Store
 from .._table import Prefetch, Table
-from ._lookup import Lookup, Pending, register, traced
+from ._lookup import Lookup, Pending, raw_stream, register, traced
 from ._weight import Weight
 
 # Up to here the memory for rows comes from NumPy, which takes half the time of torch.
@@ -125,11 +125,20 @@ class TableModule(nn.Module):
         """Ids (n,) and gradients (n, dim) of all backward passes since they were dropped last."""
         return self._pending.gradients(self.anchor)
 
-    def _fetched(self) -> Any:
-        """What the look-up of the gradients has for an update of the table; once."""
-        count, fetched = self._pending.fetched()
-        self._single = count <= 1
-        return fetched
+    def _kept(self) -> tuple[Any, Tensor] | None:
+        """What the one look-up of the gradients has kept for an update, and these; once."""
+        return self._pending.kept(self.anchor)
+
+    def _update_from(self, kept: Any, grads: Tensor) -> bool:
+        """Update the table from what a look-up kept; False, and nothing done, if rows changed."""
+        self._single = True
+        return self.table._live.update_kept(
+            kept, grads.shape[0], grads.data_ptr(), self.table._dtype, raw_stream(grads)
+        )
+
+    def _forget_kept(self, shared: bool) -> None:
+        """An update has no use for what each of several look-ups, or modules, has kept."""
+        self._single = self._pending.forget_kept() <= 1 and not shared
 
     def _lookup(self, ids: Tensor, lead: int = 0) -> Tensor:
         """Rows with a graph, where gradients are wanted; `lead` rows of zeros before them."""
@@ -184,13 +193,21 @@ class TableModule(nn.Module):
         if not ids.is_cuda or not self._single or self.padding_idx is not None or self.max_norm:
             return self._fetch(ids, lead), None
         if not lead:
-            return self.table._gather_for_update(ids)
+            table, place = self.table, self.table._store.device
+            if ids.dtype is torch.int64 and ids.is_contiguous() and ids.get_device() == place:
+                # What it does below, without what small batches would wait for most.
+                rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype, device=ids.device)
+                kept = table._live.gather_working_set(
+                    place, ids.data_ptr(), ids.numel(), rows.data_ptr(), raw_stream(ids)
+                )
+                return rows, kept if kept else None
+            return table._gather_for_update(ids)
         rows = torch.zeros((lead + ids.numel(), self._dim), dtype=self._dtype, device=ids.device)
         return rows, self.table._gather_for_update(ids.reshape(-1), rows[lead:])[1]
 
     def _collect(self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None) -> None:
         """From within a backward pass: keep the gradient of the rows that `_fetch` gave."""
-        dense = grad.detach() if grad.layout == torch.strided else grad.detach().to_dense()
+        dense = grad if grad.layout == torch.strided else grad.to_dense()
         grads = dense.reshape(-1, self._dim)
         if lead:
             grads = grads[lead:]

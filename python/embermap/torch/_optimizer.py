@@ -148,25 +148,26 @@ class Optimizer(torch.optim.Optimizer):
         for number, (group, modules) in enumerate(
             zip(self.param_groups, self._tables, strict=True)
         ):
+            table = modules[0].table
+            kept = modules[0]._kept() if len(modules) == 1 else None
+            if kept is not None:
+                self._tell(number, group, table)
+                if modules[0]._update_from(*kept):
+                    group[COUNT] = table.step
+                    continue
             waiting = [module._gradients() for module in modules]
             gradients = [part for part in waiting if part is not None]
             if not gradients:
                 continue
-            table = modules[0].table
             self._tell(number, group, table)
-            fetched = [module._fetched() for module in modules]
-            kept = None
-            if len(gradients) == 1:
-                kept = next(f for f, part in zip(fetched, waiting, strict=True) if part is not None)
-            else:  # an update has no use for what each of them fetched
-                for module in modules:
-                    module._single = False
+            for module in modules:
+                module._forget_kept(shared=len(gradients) > 1)
             ids, grads = joined(gradients)
             for part in (ids, grads):
                 # They are ours, and freed in the order of the stream of the backward pass.
                 if part.is_cuda:
                     part.record_stream(torch.cuda.current_stream(part.device))
-            table.update(ids, grads, _working_set=kept)
+            table.update(ids, grads)
             group[COUNT] = table.step
         return loss
 
