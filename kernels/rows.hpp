@@ -30,9 +30,9 @@ void gather_rows_to(std::span<const std::byte* const> rows, std::span<const std:
 void scatter_rows(std::span<std::byte* const> rows, std::span<const std::uint32_t> sources, std::uint64_t row_bytes,
                   const std::byte* in, ThreadPool& pool);
 
-// One thread's part of a gather or scatter: row i goes to, or comes from, the i-th row_bytes of `out` or `in`. What is written
-// goes past the caches where a row's length and place allow it: a device reads it next, or nobody for a while. It is visible to
-// other threads and to a DMA that they start once the call has returned.
+// One thread's part of a gather or scatter: row i goes to, or comes from, the i-th row_bytes of `out` or `in`. What is gathered
+// goes past the caches where a row's length and place allow it: a device reads it next. It is visible to other threads and to a
+// DMA that they start once the call has returned.
 void gather_piece(std::span<const std::byte* const> rows, std::uint64_t row_bytes, std::byte* out);
 void scatter_piece(std::span<std::byte* const> rows, std::uint64_t row_bytes, const std::byte* in);
 
