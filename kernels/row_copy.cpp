@@ -136,18 +136,24 @@ void copy_rows(std::uint64_t count, std::uint64_t bytes, std::uint64_t line, Thr
   });
 }
 
-// From rows one behind the other, which the processor notices, to rows anywhere, which it is told of. Not past the caches: a line
-// that is on its way there holds a place that the next ones wait for (measured with 8 and 15 threads, rows of 512 bytes: 1.4 to
-// 1.7 x faster than streaming).
+// From rows one behind the other, which the processor notices, to rows anywhere: whole lines past the caches where the processor
+// can do that at once, else through them, and then it is told which lines. (Measured with 8 threads on rows of 512 bytes, GB/s:
+// whole lines 29, lines in four parts 24, through the caches 38. But beside a DMA, and a kernel that writes rows as well, whole
+// lines are the fastest, and the most even.)
 template <class Target>
-void scatter_range(std::uint64_t bytes, std::uint64_t begin, std::uint64_t end, std::uint64_t count, const std::byte* in,
-                   const Target& target) {
+void scatter_range(std::uint64_t bytes, std::uint64_t count, const std::byte* in, const Target& target) {
   const std::uint64_t ahead = detail::prefetch_distance(bytes);
-  for (std::uint64_t i = begin; i < std::min(begin + ahead, count); ++i) detail::prefetch_to_write(target(i), bytes);
-  for (std::uint64_t i = begin; i < end; ++i) {
+  const bool lines = streams_lines() && bytes % 64 == 0;
+  for (std::uint64_t i = 0; i < count; ++i) {
+    std::byte* const to = target(i);
+    if (lines && aligned(to, 64)) {
+      stream_lines(to, in + i * bytes, bytes);
+      continue;
+    }
     if (i + ahead < count) detail::prefetch_to_write(target(i + ahead), bytes);
-    std::memcpy(target(i), in + i * bytes, bytes);
+    std::memcpy(to, in + i * bytes, bytes);
   }
+  if (lines) finish_streaming();
 }
 
 void require_same(std::uint64_t rows, std::uint64_t places, std::string_view what) {
@@ -196,7 +202,7 @@ void gather_piece(std::span<const std::byte* const> rows, std::uint64_t row_byte
 
 void scatter_piece(std::span<std::byte* const> rows, std::uint64_t row_bytes, const std::byte* in) {
   if (row_bytes == 0) return;
-  scatter_range(row_bytes, 0, rows.size(), rows.size(), in, [=](std::uint64_t i) { return rows[i]; });
+  scatter_range(row_bytes, rows.size(), in, [=](std::uint64_t i) { return rows[i]; });
 }
 
 }  // namespace embermap

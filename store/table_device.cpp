@@ -261,7 +261,13 @@ void TableImpl::for_device_whole(DeviceCall& call, const FrameSource& source, Ac
   bool loaded = false;
   const auto load = [&] {
     if (loaded) return;
-    pages.load_rows(call.engine.keys(*call.batch), access);
+    const HostKeys keys = call.engine.keys(*call.batch);
+    if (pages.all_ready()) {
+      if (access == Access::kWrite) pages.mark_rows(keys);
+      pages.count_hits(call.engine.pages_used(*call.batch));
+    } else {
+      pages.load_rows(keys, access);
+    }
     loaded = true;
   };
   if (!pages.all_ready()) load();
