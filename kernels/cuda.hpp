@@ -189,6 +189,19 @@ class CudaEngine {
   // Throws CudaError if the stream is capturing a graph, which goes on.
   virtual void check_stream(CudaStream stream) = 0;
 
+  // begin_batch(), fetch() of bytes [0, bytes) and depart() on a stream of the engine's own, by a kernel alone, when `stream` has
+  // come to here: for a batch that comes later. Waits for nothing. The ids must stay as they are until adopt(), or until the
+  // flight has landed; the frames must be registered. `behind` as with gather().
+  struct Ahead {
+    std::shared_ptr<CudaBatch> batch;
+    std::shared_ptr<CudaFlight> flight;
+  };
+  virtual Ahead fetch_ahead(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,
+                            const FrameSource& source, std::uint64_t bytes, const std::shared_ptr<CudaFlight>& behind,
+                            const ThreadPool& pool, CudaStream stream) = 0;
+  // From now on the batch is one of `stream`, which waits for its rows. Throws RowIdError, and nothing has happened then.
+  virtual void adopt(const Ahead& ahead, CudaStream stream) = 0;
+
   // For batches of a whole table whose frames are registered: what a caller need not wait for.
   //
   // Rows that `behind` takes back to their frames, and that may not be there yet, are taken from it where the batch has fetched

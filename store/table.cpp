@@ -55,6 +55,12 @@ void Table::update(int device, const std::int64_t* ids, std::uint64_t count, con
   if (from != nullptr && impl_->update_kept(*from, count, grads, grad_dtype, stream, lr)) return;
   impl_->update_device(device, ids, count, grads, grad_dtype, stream, lr);
 }
+WorkingSet Table::prefetch(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
+  return impl_->prefetch_device(device, ids, count, stream);
+}
+bool Table::gather_prefetched(WorkingSet& ahead, std::uint64_t count, std::byte* out, CudaStream stream) {
+  return impl_->gather_prefetched(ahead, count, out, stream);
+}
 bool Table::update_kept(const WorkingSet& from, std::uint64_t count, const std::byte* grads, DType grad_dtype, CudaStream stream,
                         std::optional<double> lr) {
   return impl_->update_kept(from, count, grads, grad_dtype, stream, lr);

@@ -19,9 +19,12 @@ constexpr std::uint64_t kWorthMeasuring = 8 << 20;
 // Of gathers that nobody waited for; what is beyond is waited for.
 constexpr std::size_t kMostReaders = 4;
 constexpr std::uint64_t kMostReaderBytes = 64 << 20;  // of device memory
+// Of a batch that is fetched ahead, and of changes that may come between that and its use.
+constexpr std::uint64_t kMostAheadBytes = 1 << 30;
+constexpr std::size_t kMostNewer = 4;
 }  // namespace
 
-// The records that a gather brought, by the table's count of changes.
+// The records that a gather brought, or that were fetched ahead of one, by the table's count of changes.
 struct WorkingSet::State {
   std::shared_ptr<CudaBatch> batch;
   std::weak_ptr<const TableImpl> table;
@@ -29,6 +32,10 @@ struct WorkingSet::State {
   std::uint64_t count = 0;
   int device = 0;
   void* stream = nullptr;
+  // Fetched ahead, and not used yet. What has changed the table since then counts as known to it where it is in `newer`, oldest
+  // first. Changed with flights_mutex_ held.
+  std::shared_ptr<CudaFlight> ahead = nullptr;
+  std::vector<std::shared_ptr<CudaFlight>> newer = {};
 };
 
 FrameSource TableImpl::frame_source(HotPages& pages) const {
@@ -135,6 +142,8 @@ void TableImpl::land(Access access) const {
     behind_.reset();
   }
   if (access == Access::kWrite) {
+    readers_.insert(readers_.end(), ahead_.begin(), ahead_.end());
+    ahead_.clear();
     while (!readers_.empty()) {
       const std::shared_ptr<CudaFlight> reader = std::move(readers_.back());
       readers_.pop_back();
@@ -146,7 +155,7 @@ void TableImpl::land(Access access) const {
       }
     }
   }
-  if (readers_.empty()) flying_.store(false, std::memory_order_release);
+  if (readers_.empty() && ahead_.empty()) flying_.store(false, std::memory_order_release);
 }
 
 void TableImpl::land_quietly() const noexcept {
@@ -157,6 +166,7 @@ void TableImpl::land_quietly() const noexcept {
     const std::lock_guard lock(flights_mutex_);
     behind_.reset();
     readers_.clear();
+    ahead_.clear();
     flying_.store(false, std::memory_order_release);
   }
 }
@@ -408,6 +418,67 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
   return plain();
 }
 
+WorkingSet TableImpl::prefetch_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
+  const ProfileRange range("embermap: prefetch");
+  if (count == 0 || core_->pin == Pin::kMapping) return {};
+  CudaEngine& engine = core_->engine(device);
+  engine.check_stream(stream);
+  const auto lock = side_by_side();
+  const WholePages* const pages = resident();
+  const std::uint64_t bytes = writable() ? schema_.record_bytes() : schema_.fields()[0].bytes;
+  if (pages == nullptr || !pinned_.registered() || bytes > kMostAheadBytes / count) return {};
+  const std::shared_lock reading(rows_);  // nobody begins to change rows before this call's are on their way
+  const FrameSource source = frame_source(hot());
+  const std::shared_ptr<CudaFlight> newer = behind();
+  CudaEngine::Ahead begun =
+      engine.fetch_ahead(ids, count, entry_.geometry.rows, name_, source, bytes, newer, core_->movers(), stream);
+  WorkingSet kept;
+  kept.state_ = std::make_shared<WorkingSet::State>();
+  *kept.state_ = {.batch = std::move(begun.batch),
+                  .table = weak_from_this(),
+                  .changes = changes_,
+                  .count = count,
+                  .device = device,
+                  .stream = nullptr,
+                  .ahead = begun.flight,
+                  .newer = {}};
+  const std::lock_guard flights(flights_mutex_);
+  flying_.store(true, std::memory_order_release);
+  ahead_.push_back(std::move(begun.flight));
+  std::erase_if(waiting_, [](const std::weak_ptr<WorkingSet::State>& state) { return state.expired(); });
+  waiting_.push_back(kept.state_);
+  return kept;
+}
+
+bool TableImpl::gather_prefetched(WorkingSet& ahead, std::uint64_t count, std::byte* out, CudaStream stream) {
+  const ProfileRange range("embermap: gather");
+  if (!ahead.state_ || ahead.state_->table.lock().get() != this || ahead.state_->count != count) return false;
+  WorkingSet::State& state = *ahead.state_;
+  CudaEngine& engine = core_->engine(state.device);
+  const auto lock = side_by_side();
+  WholePages* const pages = resident();
+  if (pages == nullptr) return false;
+  const std::shared_lock reading(rows_);
+  CudaEngine::Ahead begun;
+  std::vector<std::shared_ptr<CudaFlight>> newer;
+  {
+    const std::lock_guard flights(flights_mutex_);
+    if (!state.ahead || state.changes != changes_) return false;
+    begun = {state.batch, std::move(state.ahead)};
+    newer = std::move(state.newer);
+  }
+  begin_flight(engine, stream, [&] {
+    engine.adopt(begun, stream);
+    for (const std::shared_ptr<CudaFlight>& change : newer) engine.patch(*begun.batch, change, stream);
+    engine.expand(*begun.batch, schema_.fields()[0].bytes, out, stream);
+    for (const std::shared_ptr<CudaFlight>& change : newer) add_reader(engine.depart(begun.batch, change, stream));
+  });
+  pages->count_hits(engine.pages_used(*begun.batch));
+  rows_gathered_ += count;
+  state.stream = stream.handle;  // from here on it is as if a gather had made it
+  return true;
+}
+
 void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* rows,
                                std::string_view field_name, CudaStream stream) {
   const ProfileRange range("embermap: scatter");
@@ -540,6 +611,7 @@ bool TableImpl::change_kept(const WorkingSet& from, std::uint64_t count, CudaStr
   const FrameSource source = frame_source(*pages);
   engine.check_stream(stream);
   const std::unique_lock writing(rows_);
+  if (from.state_->ahead) return false;                                    // no gather has had it yet
   const std::shared_ptr<CudaBatch> batch = std::move(from.state_->batch);  // its rows are those of this moment only once
   if (!batch || from.state_->changes != changes_ || !engine.writes_behind(*batch, source, core_->movers())) return false;
   begin_flight(engine, stream, [&] { write_behind(engine, batch, behind(), source, stream, change, done); });
@@ -557,7 +629,7 @@ void TableImpl::write_behind(CudaEngine& engine, std::shared_ptr<CudaBatch> batc
   // The device has something to do: pages are marked meanwhile.
   pages.mark_rows(keys);
   pages.count_hits(engine.pages_used(*batch));
-  ++changes_;
+  const std::uint64_t changes = changes_++;
   // Whoever fetches takes rows that are on their way back from one batch, not from several.
   if (before) before->wait();
   const std::lock_guard lock(flights_mutex_);
@@ -567,8 +639,24 @@ void TableImpl::write_behind(CudaEngine& engine, std::shared_ptr<CudaBatch> batc
     behind_.reset();
   }
   flying_.store(true, std::memory_order_release);
-  behind_ = engine.write_back_behind(std::move(batch), source, readers_, before, core_->movers(), stream);
+  std::vector<std::shared_ptr<CudaFlight>> readers;
+  for (auto ahead = ahead_.begin(); ahead != ahead_.end();) {
+    if (!(*ahead)->landed()) {
+      readers.push_back(*ahead++);
+      continue;
+    }
+    retire(**ahead);
+    ahead = ahead_.erase(ahead);
+  }
+  readers.insert(readers.end(), readers_.begin(), readers_.end());
+  behind_ = engine.write_back_behind(std::move(batch), source, readers, before, core_->movers(), stream);
   done();
+  for (const std::weak_ptr<WorkingSet::State>& weak : waiting_) {
+    const std::shared_ptr<WorkingSet::State> state = weak.lock();
+    if (!state || !state->ahead || state->changes != changes || state->newer.size() >= kMostNewer) continue;
+    state->newer.push_back(behind_);
+    state->changes = changes_;
+  }
 }
 
 }  // namespace embermap

@@ -67,6 +67,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   bool update_kept(const WorkingSet& from, std::uint64_t count, const std::byte* grads, DType grad_dtype, CudaStream stream,
                    std::optional<double> lr);
   WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
+  WorkingSet prefetch_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
+  bool gather_prefetched(WorkingSet& ahead, std::uint64_t count, std::byte* out, CudaStream stream);
   // Past the hot pages (table_scan.cpp).
   void read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field);
   void write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
@@ -306,6 +308,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   mutable std::mutex flights_mutex_;
   mutable std::atomic<bool> flying_{false};
   mutable std::vector<std::shared_ptr<CudaFlight>> readers_;
+  mutable std::vector<std::shared_ptr<CudaFlight>> ahead_;  // readers that nobody waits for so soon
+  std::vector<std::weak_ptr<WorkingSet::State>> waiting_;   // what they bring, until it is used
   mutable std::shared_ptr<CudaFlight> behind_;
   mutable std::atomic<std::uint64_t> changes_{0};  // of rows, or of where they are: with rows_ taken, or files_ taken alone
 };

@@ -64,7 +64,8 @@ struct Shared {
   StagingPool staging;
   LinkLanes lanes;
   gpu::EventPool events;
-  gpu::OwnStream back;  // of write_back_behind()
+  gpu::OwnStream back;   // of write_back_behind()
+  gpu::OwnStream ahead;  // of fetch_ahead()
   // Nothing is enqueued here: what is freed in its order, the host having seen the end of its last use, can be given out at once.
   gpu::OwnStream idle;
 };
@@ -165,6 +166,13 @@ class Flight final : public CudaFlight {
       milliseconds += before;
     }
     Moved out = moved_;
+    if (uncounted) {
+      GroupHeader counts{};
+      std::memcpy(&counts, batch_->keys_on_host.data(), sizeof counts);
+      out.batches += 1;
+      out.kernel_rows += counts.movable;
+      out.bytes += counts.movable * batch_->bytes;
+    }
     out.nanoseconds = static_cast<std::uint64_t>(static_cast<double>(milliseconds) * 1e6);
     return out;
   }
@@ -201,6 +209,7 @@ class Flight final : public CudaFlight {
   Moved moved_;
   std::shared_ptr<CudaFlight> behind;  // is read until this one has landed
   StagingPool::Lease pages_on_host;
+  bool uncounted = false;  // of fetch_ahead(): how many rows it moved is in the batch's header
 };
 
 class Engine final : public CudaEngine {
@@ -245,6 +254,10 @@ class Engine final : public CudaEngine {
                                                 const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                 CudaStream stream) override;
   void check_stream(CudaStream stream) override;
+  Ahead fetch_ahead(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,
+                    const FrameSource& source, std::uint64_t bytes, const std::shared_ptr<CudaFlight>& behind,
+                    const ThreadPool& pool, CudaStream stream) override;
+  void adopt(const Ahead& ahead, CudaStream stream) override;
   std::shared_ptr<CudaFlight> depart(std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& behind,
                                      CudaStream stream) override;
   Moved moved(CudaBatch& batch) override;
@@ -1204,6 +1217,52 @@ void Engine::patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, 
 void Engine::check_stream(CudaStream stream) {
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "rows on their way");
+}
+
+CudaEngine::Ahead Engine::fetch_ahead(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,
+                                      const FrameSource& source, std::uint64_t bytes, const std::shared_ptr<CudaFlight>& behind,
+                                      const ThreadPool& pool, CudaStream stream) {
+  const ProfileRange range("embermap: fetch ahead");
+  const gpu::ScopedDevice current(device_);
+  gpu::refuse_capture(native(stream), "fetch_ahead");
+  if (count == 0 || !zero_copy(source) || !source.whole)
+    throw InvalidArgument("fetch_ahead: no ids, or frames that are not registered or not of a whole table");
+  if (bytes > kMostUnsettled / count)
+    throw InvalidArgument(fmt::format("fetch_ahead: {} rows of {} bytes are more than {}", count, bytes, kMostUnsettled));
+  const cudaStream_t own = shared_->ahead.get();
+  const gpu::EventPool::Lease here = shared_->events.record(native(stream));
+  EMBERMAP_CUDA(cudaStreamWaitEvent(own, here.get(), 0));
+  try {
+    std::shared_ptr<CudaBatch> batch = begin_batch(ids, count, rows, source.rows_per_page, table, CudaStream{own});
+    auto& mine = static_cast<DeviceBatch&>(*batch);
+    check_source(mine, source, 0, 0, 0, bytes, "fetch_ahead");
+    need_rows(mine, 0, bytes, "fetch_ahead");
+    const Stretch stretch(mine, source, 0, {});
+    const MoverWay way = model_.choose_kernel(case_of(stretch, true, pool)).way;
+    gpu::move_from_frames(move_of(stretch, {}, nullptr), shape_of(way), own);
+    if (behind) patch_from(*behind, mine.keyed(), 0, bytes, own);
+    gpu::EventPool::Lease end = shared_->events.record(own);
+    auto flight =
+        std::make_shared<Flight>(shared_, std::static_pointer_cast<DeviceBatch>(batch), std::move(mine.began), std::move(end));
+    flight->behind = behind;
+    flight->uncounted = true;
+    return {std::move(batch), std::move(flight)};
+  } catch (...) {
+    (void)cudaStreamSynchronize(own);  // nothing goes on without somebody who knows of it
+    throw;
+  }
+}
+
+void Engine::adopt(const Ahead& ahead, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  gpu::refuse_capture(native(stream), "adopt");
+  auto& mine = dynamic_cast<DeviceBatch&>(*ahead.batch);
+  if (mine.engine != this) throw InvalidArgument("adopt: the batch was made with another engine");
+  settle(mine);
+  EMBERMAP_CUDA(cudaStreamWaitEvent(native(stream), dynamic_cast<Flight&>(*ahead.flight).end(), 0));
+  mine.stream = native(stream);
+  mine.memory.follow(mine.stream);
+  mine.working.follow(mine.stream);
 }
 
 bool Engine::writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) {

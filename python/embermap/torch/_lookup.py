@@ -131,6 +131,49 @@ class Pending:
             self._arriving.clear()
 
 
+class Ahead:
+    """The batches of one module whose rows are on their way to the GPU before they are looked up.
+
+    A batch is known by its tensor of ids, which is kept: the same memory, not written to since.
+    """
+
+    MOST = 4
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._batches: list[tuple[Tensor, int, Any]] = []  # ids, their version, rows
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def begin(self, table: Any, ids: Tensor) -> bool:
+        """Have the rows fetched; False, and nothing done, if not all of the table is in memory."""
+        rows = table.prefetch_device(ids.get_device(), ids.data_ptr(), ids.numel(), raw_stream(ids))
+        if not rows:
+            return False
+        with self._lock:
+            self._batches = [*self._batches, (ids, ids._version, rows)][-self.MOST :]
+        return True
+
+    def take(self, table: Any, ids: Tensor, out: Tensor) -> Any:
+        """Put rows that were fetched for these ids in `out`; returns what an update takes.
+
+        None, and nothing done, if there are none, or if they are not what the table has now.
+        """
+        if not self._batches:
+            return None
+        where, count = ids.data_ptr(), ids.numel()
+        with self._lock:
+            found = [b for b in self._batches if b[0].data_ptr() == where and b[0].numel() == count]
+            self._batches = [b for b in self._batches if not any(b is other for other in found)]
+        for given, version, rows in reversed(found):
+            if given._version == version and table.gather_prefetched(
+                rows, count, out.data_ptr(), raw_stream(ids)
+            ):
+                return rows
+        return None
+
+
 def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Ids and gradients of several batches as those of one, on the device of the first."""
     if len(parts) == 1:

@@ -16,7 +16,7 @@ from .. import optim as optimizers
 from .._prefetch import Prefetcher
 from .._store import Store
 from .._table import Prefetch, Table
-from ._lookup import Lookup, Pending, raw_stream, register, traced
+from ._lookup import Ahead, Lookup, Pending, raw_stream, register, traced
 from ._weight import Weight
 
 # Up to here the memory for rows comes from NumPy, which takes half the time of torch.
@@ -68,6 +68,7 @@ class TableModule(nn.Module):
         self._pending = Pending()
         self._watched: weakref.ref[Tensor] | None = None  # the anchor that tells of its gradient
         self._single = True  # the last step was of one look-up
+        self._ahead = Ahead()
         self._handle = register(self)
 
     # --- what it is -------------------------------------------------------------------------------
@@ -107,12 +108,35 @@ class TableModule(nn.Module):
     # --- reading ahead ----------------------------------------------------------------------------
 
     def prefetch(self, ids: Any) -> Prefetch:
-        """`Table.prefetch`: read the pages of a batch to come while this one computes."""
+        """Get the rows of a batch to come while this one computes.
+
+        On the host it is `Table.prefetch`: the pages are read into memory. Where all of the table
+        is in memory and `ids` is an int64 tensor on the GPU, the rows themselves come to the GPU,
+        on a stream of their own, and `forward(ids)`, given the same tensor unchanged, has them at
+        once; steps taken until then are seen in them. Call it before the work of the batch that
+        comes first, so that the two run side by side. The batches of the last four calls are kept.
+        """
+        if self._prefetch_to_device(ids):
+            ids = ids.new_empty(0, device="cpu")  # there is nothing to read
         return self.table.prefetch(ids)
 
     def prefetcher(self) -> Prefetcher:
         """`Table.prefetcher`: the same for the workers of a DataLoader."""
         return self.table.prefetcher()
+
+    def _prefetch_to_device(self, ids: Any) -> bool:
+        table = self.table
+        if (
+            not isinstance(ids, Tensor)
+            or ids.dtype is not torch.int64
+            or not ids.is_cuda
+            or not ids.is_contiguous()
+            or ids.get_device() != table._store.device
+            or ids.is_inference()  # nobody could tell whether it was changed
+            or self.max_norm is not None
+        ):
+            return False
+        return self._ahead.begin(table._live, ids)
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -170,6 +194,10 @@ class TableModule(nn.Module):
                 flat = np.ascontiguousarray(ids.numpy().reshape(-1))
                 self.table._live.gather(flat, small.reshape(-1).view(np.uint8), "weight")
                 return torch.from_numpy(small)
+        if self._ahead and ids.is_cuda and ids.dtype is torch.int64 and ids.is_contiguous():
+            rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype, device=ids.device)
+            if self._ahead.take(self.table._live, ids, rows) is not None:
+                return rows
         found: Tensor = self.table.gather(ids)
         return found
 
@@ -197,9 +225,11 @@ class TableModule(nn.Module):
             if ids.dtype is torch.int64 and ids.is_contiguous() and ids.get_device() == place:
                 # What it does below, without what small batches would wait for most.
                 rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype, device=ids.device)
-                kept = table._live.gather_working_set(
-                    place, ids.data_ptr(), ids.numel(), rows.data_ptr(), raw_stream(ids)
-                )
+                kept = self._ahead.take(table._live, ids, rows)
+                if kept is None:
+                    kept = table._live.gather_working_set(
+                        place, ids.data_ptr(), ids.numel(), rows.data_ptr(), raw_stream(ids)
+                    )
                 return rows, kept if kept else None
             return table._gather_for_update(ids)
         rows = torch.zeros((lead + ids.numel(), self._dim), dtype=self._dtype, device=ids.device)
@@ -242,7 +272,7 @@ class TableModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies begin without gradients, as those of parameters do, and watch their own anchor.
-        own = ("_pending", "_watched", "_handle")
+        own = ("_pending", "_watched", "_handle", "_ahead")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
