@@ -9,7 +9,6 @@ namespace embermap {
 namespace {
 
 constexpr std::uint64_t kFewBytes = 1 << 20;  // are not worth waking threads for
-constexpr unsigned kUsualThreads = 8;         // where nothing was measured
 constexpr MoverWay kSmallKernel{.blocks = 8, .block_threads = 512, .host_threads = 0};
 
 double octaves(std::uint64_t a, std::uint64_t b) {
@@ -32,11 +31,11 @@ bool alike(const MoverCase& a, const MoverCase& b) {
 
 std::vector<MoverWay> mover_ways(unsigned threads) {
   std::vector<MoverWay> ways{{4, 1024, 0}, {8, 512, 0}, {16, 512, 0}};
-  std::vector<unsigned> counts;
-  for (const unsigned count : {4U, 8U, 12U, kMostMoverThreads})
-    if (count < threads) counts.push_back(count);
-  if (threads != 0) counts.push_back(std::min(threads, kMostMoverThreads));
+  std::vector<unsigned> counts{std::min(threads, kMostMoverThreads)};
+  if (threads > 4) counts.push_back(4);
+  if (threads > kMostMoverThreads) counts.push_back(threads);
   for (const unsigned count : counts) {
+    if (count == 0) continue;
     ways.push_back({0, 0, count});
     ways.push_back({4, 1024, count});
     ways.push_back({16, 512, count});
@@ -66,7 +65,7 @@ std::optional<MoverRate> MoverModel::fastest(const MoverCase& of, const May& may
 MoverRate MoverModel::choose(const MoverCase& of) const {
   if (const auto best = fastest(of, [](const MoverWay&) { return true; })) return *best;
   if (of.rows < kFewBytes / std::max<std::uint64_t>(of.row_bytes, 1)) return {.way = kSmallKernel};
-  return {.way = {4, 1024, std::min(of.threads, kUsualThreads)}};
+  return {.way = {4, 1024, std::min(of.threads, kMostMoverThreads)}};
 }
 
 MoverRate MoverModel::choose_kernel(const MoverCase& of) const {

@@ -41,8 +41,8 @@ struct MoverMeasurement {
   bool operator==(const MoverMeasurement&) const = default;
 };
 
-// More threads than these take from each other and from the kernel, and from everybody else.
-inline constexpr unsigned kMostMoverThreads = 16;
+// More threads take from each other and from the kernel.
+inline constexpr unsigned kMostMoverThreads = 8;
 
 // The ways that are tried where the host has `threads` threads. Kernels of few blocks leave most of a device to others; more of
 // them are faster where a batch's rows lie close together.

@@ -300,6 +300,7 @@ void TableImpl::for_device_whole(DeviceCall& call, const FrameSource& source, Ac
 TableImpl::DeviceCall TableImpl::begin_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t offset,
                                               std::uint64_t bytes, CudaStream stream) {
   CudaEngine& engine = core_->engine(device);
+  engine.check_stream(stream);
   measure_movers(engine, count, offset, bytes);
   const auto begin = [&] {
     const Geometry& geometry = entry_.geometry;
@@ -341,6 +342,7 @@ bool TableImpl::gather_whole(int device, const std::int64_t* ids, std::uint64_t 
                              CudaStream stream) {
   CudaEngine& engine = core_->engine(device);
   if (count == 0) return false;
+  engine.check_stream(stream);
   measure_movers(engine, count, field.offset, field.bytes);
   const auto lock = side_by_side();
   const WholePages* const pages = resident();
@@ -385,6 +387,7 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
   };
   if (count == 0 || core_->pin == Pin::kMapping || !writable()) return plain();
   CudaEngine& engine = core_->engine(device);
+  engine.check_stream(stream);
   measure_movers(engine, count, 0, bytes);
   {
     const auto lock = side_by_side();

@@ -1319,8 +1319,8 @@ std::shared_ptr<CudaFlight> Engine::depart(std::shared_ptr<CudaBatch> batch, con
                                            CudaStream stream) {
   const gpu::ScopedDevice current(device_);
   DeviceBatch& mine = own(*batch, stream, "depart");
+  if (!mine.began) mine.began = shared_->events.record(mine.stream);  // of a batch that has departed before
   gpu::EventPool::Lease end = shared_->events.record(mine.stream);
-  if (!mine.began) mine.began = shared_->events.record(mine.stream);
   if (std::exchange(mine.uncounted, false)) {
     settle(mine);
     count_moved(mine, mine.distinct, mine.distinct);
@@ -1432,6 +1432,7 @@ std::unique_ptr<CudaEngine> CudaEngine::create(int device) {
     throw CudaError(fmt::format("CUDA device {} does not exist: {} {} visible", device, devices, devices == 1 ? "is" : "are"));
   gpu::remember_process();
   const gpu::ScopedDevice current(device);
+  const gpu::RelaxedCapture relaxed;  // the first call may be one that will be refused
   int has_pools = 0;
   EMBERMAP_CUDA(cudaDeviceGetAttribute(&has_pools, cudaDevAttrMemoryPoolsSupported, device));
   if (has_pools == 0)

@@ -214,12 +214,30 @@ def test_the_update_takes_what_the_look_up_fetched(twins):
     rows, kept = gpu._gather_for_update(ids)
     assert kept is not None
     before = gpu.stats()["cuda"]
-    gpu.update(ids, torch.ones_like(rows), _working_set=kept)
+    grads = torch.ones_like(rows)
+
+    def update_kept(count=5_000, stream=0):
+        return gpu._live.update_kept(kept, count, grads.data_ptr(), "float32", stream)
+
+    stream = torch.cuda.current_stream().cuda_stream
+    assert not update_kept(count=4_999, stream=stream)
+    assert not update_kept(stream=torch.cuda.Stream().cuda_stream)
+    assert update_kept(stream=stream)
     after = gpu.stats()["cuda"]
     moved = sum(after[name] - before[name] for name in ("kernel_rows", "thread_rows"))
     assert moved == 5_000  # back, and not fetched again
-    gpu.update(ids, torch.ones_like(rows), _working_set=kept)  # good for one
-    assert gpu.step == 2
+    assert not update_kept(stream=stream)  # good for one
+    assert gpu.step == 1
+
+
+def test_what_was_kept_is_no_good_when_rows_have_changed(twins):
+    gpu, _ = twins
+    ids = torch.arange(5_000, device="cuda")
+    rows, kept = gpu._gather_for_update(ids)
+    gpu.scatter(np.array([17]), np.ones((1, gpu.dim), np.float32))
+    stream = torch.cuda.current_stream().cuda_stream
+    assert not gpu._live.update_kept(kept, 5_000, rows.data_ptr(), "float32", stream)
+    assert gpu.step == 0
 
 
 def test_threads_on_streams_of_their_own(twins):
