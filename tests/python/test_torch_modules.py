@@ -359,16 +359,15 @@ def test_ids_beyond_the_last_offset_are_in_no_bag(make, device, mode, padding):
 def test_weights_of_samples_and_their_gradients(make, device, padding, kind):
     table = make(dtype=kind)
     ours = em.torch.EmbeddingBag(table, mode="sum", padding_idx=padding)
-    dtype = getattr(torch, kind)
-    # Not every torch weighs halves on a GPU; and it rounds their sums in another order there.
-    place = "cpu" if kind == "bfloat16" else device
-    near = {"rtol": 0.04, "atol": 0.1} if kind == "bfloat16" else {}
+    half = kind == "bfloat16"
+    # Not every torch weighs halves on a GPU; and what they should be is known in float64.
+    place, exact = ("cpu", torch.float64) if half else (device, getattr(torch, kind))
     theirs = torch.nn.EmbeddingBag(
-        ROWS, DIM, mode="sum", padding_idx=padding, device=place, dtype=dtype
+        ROWS, DIM, mode="sum", padding_idx=padding, device=place, dtype=exact
     )
     theirs.weight.data.copy_(whole(table))
     results = []
-    for module, where in ((ours, device), (theirs, place)):
+    for module, where, dtype in ((ours, device, getattr(torch, kind)), (theirs, place, exact)):
         ids = torch.tensor([1, 2, 2, 5], device=where)
         offsets = torch.tensor([0, 3], device=where)
         start = torch.tensor([0.5, 2.0, -1.0, 3.0], device=where, dtype=dtype)
@@ -380,7 +379,10 @@ def test_weights_of_samples_and_their_gradients(make, device, padding, kind):
         found = (output, weights.grad, grad.to_dense() if grad.is_sparse else grad, square)
         results.append([part.detach().cpu() for part in found])
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, **near)
+        if half:  # sums of terms, each rounded to eight bits, that may cancel out
+            assert (one.double() - other).abs().max() <= 0.03 * other.abs().max()
+        else:
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])
