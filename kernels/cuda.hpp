@@ -120,6 +120,14 @@ class CudaFlight {
   virtual std::uint64_t device_bytes() const noexcept = 0;  // that it keeps
 };
 
+// Ids on their way to the host. The memory they come from must stay as it is until the stream has passed the call that sent them.
+class CudaIds {
+ public:
+  virtual ~CudaIds() = default;
+  // Waits for them; from whichever thread. Valid as long as this lives. Throws CudaError.
+  virtual std::span<const std::int64_t> wait() = 0;
+};
+
 // The CUDA side of the tables on one device. Thread safety: calls on different streams and batches may run at once.
 //
 // All work is done in the order of the caller's stream: on it, or, where threads of the host move rows, on streams of the
@@ -188,6 +196,9 @@ class CudaEngine {
 
   // Throws CudaError if the stream is capturing a graph, which goes on.
   virtual void check_stream(CudaStream stream) = 0;
+
+  // For whoever has use for them later. Enqueues.
+  virtual std::shared_ptr<CudaIds> bring_ids(const std::int64_t* ids, std::uint64_t count, CudaStream stream) = 0;
 
   // begin_batch(), fetch() of bytes [0, bytes) and depart() on a stream of the engine's own, by a kernel alone, when `stream` has
   // come to here: for a batch that comes later. Waits for nothing. The ids must stay as they are until adopt(), or until the

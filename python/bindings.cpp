@@ -632,6 +632,12 @@ void bind_table(nb::module_& m) {
           },
           "device"_a, "ids"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, "lr"_a.none(), "working_set"_a.none(), Release())
       .def(
+          "prefetch_pages",
+          [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t stream) {
+            return t.prefetch_pages(device, pointer<const std::int64_t>(ids), count, {pointer<void>(stream)});
+          },
+          "device"_a, "ids"_a, "count"_a, "stream"_a, Release())
+      .def(
           "prefetch_device",
           [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t stream) {
             return t.prefetch(device, pointer<const std::int64_t>(ids), count, {pointer<void>(stream)});

@@ -55,6 +55,9 @@ void Table::update(int device, const std::int64_t* ids, std::uint64_t count, con
   if (from != nullptr && impl_->update_kept(*from, count, grads, grad_dtype, stream, lr)) return;
   impl_->update_device(device, ids, count, grads, grad_dtype, stream, lr);
 }
+Prefetch Table::prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
+  return impl_->prefetch_pages(device, ids, count, stream);
+}
 WorkingSet Table::prefetch(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
   return impl_->prefetch_device(device, ids, count, stream);
 }

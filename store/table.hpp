@@ -219,6 +219,9 @@ class Table {
   // update with the same ids in the same order, on the same stream, then takes it `from` there, sorts and fetches nothing, and
   // gives the same bits; where rows have changed since then it does all anew.
   WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
+  // prefetch() of ids on a device: they are copied to the host when `stream` has come to here, and nobody waits for that but the
+  // thread that reads. Bad ids are not refused: nothing is read then.
+  Prefetch prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
   // For a batch to come, on a device: where all of the table is in memory, its records are fetched while other work goes on, on a
   // stream of the store's own that follows `stream`; it waits for nothing. What update() and add() change until then is seen:
   // gather_prefetched() gives what gather() would. Empty, and nothing done, where rows are not all in memory (prefetch() then

@@ -421,6 +421,24 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
   return plain();
 }
 
+Prefetch TableImpl::prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
+  if (count == 0) return prefetch({});
+  CudaEngine& engine = core_->engine(device);
+  {
+    const auto lock = side_by_side();
+    engine.check_stream(stream);
+  }
+  const auto job =
+      std::make_shared<Prefetch::State>(this, [self = shared_from_this(), arriving = engine.bring_ids(ids, count, stream),
+                                               ahead = std::optional<Ahead>()](const Prefetch::State& state) mutable {
+        if (!ahead) ahead = self->pages_ahead(arriving->wait());  // a bad id ends the job: the call that needs it reports it
+        arriving.reset();
+        return self->prefetch_some(*ahead, state);
+      });
+  core_->prefetcher.add(job);
+  return Prefetch(job);
+}
+
 WorkingSet TableImpl::prefetch_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
   const ProfileRange range("embermap: prefetch");
   if (count == 0 || core_->pin == Pin::kMapping) return {};

@@ -396,16 +396,18 @@ void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::b
               }});
 }
 
-Prefetch TableImpl::prefetch(std::span<const std::int64_t> ids) {
+TableImpl::Ahead TableImpl::pages_ahead(std::span<const std::int64_t> ids) {
   Ahead ahead;
   ahead.pages.resize(ids.size());
-  {
-    const auto lock = side_by_side();
-    pages_of(checked_ids(ids), ahead.pages);
-    if (HotPages* const ready = hot_ready_) ahead.batch = ready->expect(ahead.pages);
-  }
+  const auto lock = side_by_side();
+  pages_of(checked_ids(ids), ahead.pages);
+  if (HotPages* const ready = hot_ready_) ahead.batch = ready->expect(ahead.pages);
+  return ahead;
+}
+
+Prefetch TableImpl::prefetch(std::span<const std::int64_t> ids) {
   const auto job = std::make_shared<Prefetch::State>(
-      this, [self = shared_from_this(), ahead = std::move(ahead)](const Prefetch::State& state) mutable {
+      this, [self = shared_from_this(), ahead = pages_ahead(ids)](const Prefetch::State& state) mutable {
         return self->prefetch_some(ahead, state);
       });
   core_->prefetcher.add(job);

@@ -67,6 +67,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   bool update_kept(const WorkingSet& from, std::uint64_t count, const std::byte* grads, DType grad_dtype, CudaStream stream,
                    std::optional<double> lr);
   WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
+  Prefetch prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
   WorkingSet prefetch_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
   bool gather_prefetched(WorkingSet& ahead, std::uint64_t count, std::byte* out, CudaStream stream);
   // Past the hot pages (table_scan.cpp).
@@ -186,6 +187,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
     std::uint64_t done = 0;                           // of pages, in ascending order
     bool sorted = false;
   };
+  Ahead pages_ahead(std::span<const std::int64_t> ids);  // throws RowIdError
   Prefetcher::Step prefetch_some(Ahead& ahead, const Prefetch::State& job);
 
   // The records of a batch's distinct rows in memory, for one pass or several. What a pass needs besides its frames takes 20

@@ -212,6 +212,26 @@ class Flight final : public CudaFlight {
   bool uncounted = false;  // of fetch_ahead(): how many rows it moved is in the batch's header
 };
 
+class ArrivingIds final : public CudaIds {
+ public:
+  // The lease is marked.
+  ArrivingIds(std::shared_ptr<Shared> shared, int device, StagingPool::Lease lease, std::uint64_t count)
+      : shared_{std::move(shared)}, device_{device}, lease_{std::move(lease)}, count_{count} {}
+  std::span<const std::int64_t> wait() override {
+    const gpu::ScopedDevice current(device_);
+    const gpu::RelaxedCapture relaxed;
+    lease_.wait();
+    lease_.settled();
+    return {reinterpret_cast<const std::int64_t*>(lease_.data()), count_};
+  }
+
+ private:
+  const std::shared_ptr<Shared> shared_;  // before the lease of its pool
+  const int device_;
+  StagingPool::Lease lease_;
+  const std::uint64_t count_;
+};
+
 class Engine final : public CudaEngine {
  public:
   explicit Engine(int device) : device_{device}, shared_{std::make_shared<Shared>(device)} {
@@ -254,6 +274,7 @@ class Engine final : public CudaEngine {
                                                 const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                 CudaStream stream) override;
   void check_stream(CudaStream stream) override;
+  std::shared_ptr<CudaIds> bring_ids(const std::int64_t* ids, std::uint64_t count, CudaStream stream) override;
   Ahead fetch_ahead(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,
                     const FrameSource& source, std::uint64_t bytes, const std::shared_ptr<CudaFlight>& behind,
                     const ThreadPool& pool, CudaStream stream) override;
@@ -1217,6 +1238,15 @@ void Engine::patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, 
 void Engine::check_stream(CudaStream stream) {
   const gpu::ScopedDevice current(device_);
   gpu::refuse_capture(native(stream), "rows on their way");
+}
+
+std::shared_ptr<CudaIds> Engine::bring_ids(const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
+  const gpu::ScopedDevice current(device_);
+  gpu::refuse_capture(native(stream), "bring_ids");
+  if (count > kMaxBatch)
+    throw InvalidArgument(fmt::format("a batch of {} ids: at most {} are possible in one call", count, kMaxBatch));
+  check_ids(ids);
+  return std::make_shared<ArrivingIds>(shared_, device_, send_ids(ids, count, native(stream)), count);
 }
 
 CudaEngine::Ahead Engine::fetch_ahead(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,

@@ -350,17 +350,19 @@ class Table:
         A hint: errors while reading are dropped, the call that needs the rows meets them again; a
         call whose batch comes first reads nothing any more; and where 32 calls for a table wait,
         further ones end at once. Ids that turn out not to be used cost the reading of their pages.
+        Ids on a GPU are read there when the current stream has come to this call; bad ones among
+        them are not refused, and nothing is read then.
 
         Returns a handle, which may be ignored. Raises: RowIdError, TypeError.
         """
         core = self._live
         batch = self._ids(ids)
-        host = batch.host
-        if batch.device is not None:
-            owner = batch.owner
-            host = owner.cpu().numpy() if batch.library == "torch" else owner.get()
+        if batch.device is None:
+            return Prefetch(core.prefetch(batch.host))
         with _DeviceCall(batch):
-            return Prefetch(core.prefetch(host))
+            return Prefetch(
+                core.prefetch_pages(batch.device, batch.pointer, batch.count, batch.stream)
+            )
 
     def prefetcher(self) -> Prefetcher:
         """`prefetch` for worker processes, such as those of a DataLoader.

@@ -240,3 +240,38 @@ def test_closing_with_rows_on_their_way(tmp_path):
     with pytest.raises(em.ClosedError):
         module(ids)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_pages_of_ids_on_the_gpu_are_read_when_the_stream_has_come_there(tmp_path, library):
+    cupy = pytest.importorskip("cupy") if library == "cupy" else None
+    with em.open(tmp_path / "s", memory="4MiB", device="cuda", durability="none") as store:
+        table = store.create("t", rows=100_000, dim=64)
+        table[:] = np.arange(6_400_000, dtype=np.float32).reshape(100_000, 64)
+        ids = torch.randperm(100_000, device="cuda")[:300]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(400_000_000)
+            if cupy is None:
+                ahead = table.prefetch(ids)
+            else:
+                with cupy.cuda.ExternalStream(stream.cuda_stream):
+                    ahead = table.prefetch(cupy.asarray(ids))
+        assert not stream.query()
+        assert not ahead.done()
+        assert ahead.wait(60)
+        before = table.stats()["misses"]
+        assert torch.equal(table.gather(ids)[:, 0], (ids * 64).float())
+        assert table.stats()["misses"] == before
+
+
+def test_bad_ids_on_the_gpu_read_nothing(tmp_path):
+    with em.open(tmp_path / "s", memory="4MiB", device="cuda", durability="none") as store:
+        table = store.create("t", rows=100_000, dim=64)
+        table[:] = np.zeros((100_000, 64), np.float32)
+        before = table.stats()["misses"]
+        assert table.prefetch(torch.tensor([1, 100_000], device="cuda")).wait(60)
+        assert table.stats()["misses"] == before
+        with pytest.raises(em.RowIdError):
+            table.gather(torch.tensor([1, 100_000], device="cuda"))
