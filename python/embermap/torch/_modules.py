@@ -480,6 +480,10 @@ class EmbeddingBag(TableModule):
         if padding is not None:
             # Row 0 stands for padding, wherever it is in the batch.
             index = index.masked_fill(ids.eq(padding), 0)
+        if weights is not None and weights.is_cuda and weights.dtype is torch.bfloat16:
+            # torch has no gradient of such weights on a GPU.
+            rows = rows * nn.functional.pad(weights, (lead, 0)).unsqueeze(1)
+            weights = None
         found = nn.functional.embedding_bag(
             index,
             rows,
