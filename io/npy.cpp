@@ -472,8 +472,7 @@ std::string not_npy(std::span<const std::byte> known, std::uint64_t size) {
   if (!what.empty()) return text + ": it looks like " + what;
   text += fmt::format(". If its {} bytes are bare numbers without a header", size);
   if (size % 4 == 0) text += fmt::format(" ({} of 4 bytes)", size / 4);
-  return text +
-         ", their dtype and the number of columns have to be said: numpy.save(new, numpy.memmap(file, dtype).reshape(-1, dim))";
+  return text + ", say what they are: --from raw --source-dtype DTYPE --dim COLUMNS, in Python format=\"raw\", dtype= and dim=";
 }
 
 // 'name' with Python's escapes. ASCII unless `raw`, which keeps other characters as they are.
