@@ -166,6 +166,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   const TableEntry entry = new_entry(name, options);
   const Geometry& geometry = entry.geometry;
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
+  check_free_space(core_->path, data_path(name), geometry.file_bytes());  // all of it will be written
   NewFiles files = new_files(name, entry);
   PageFile file(std::string(name), files.open_data(), PageLedger::create(files.open_pages(), geometry.pages(), /*adopted=*/false),
                 schema, geometry, entry.init, entry.seed, core_->compute, core_->io, [] {}, {.io = core_->page_io});
