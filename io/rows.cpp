@@ -56,6 +56,7 @@ Location::Format format_to_write(std::string_view text, std::string_view path) {
     if (info.create == nullptr || extension_of(info, path) != extension) continue;
     // Nearly everything that reads word vectors from text wants the header; GloVe's format is written where it is named.
     if (info.format == Location::Format::kGlove && extension == ".txt") continue;
+    if (info.format == Location::Format::kWord2vecText && extension == ".tsv") continue;  // tables of text have no counts
     only = &info;
     ++count;
     others += fmt::format("{}{}", others.empty() ? "" : ", ", info.name);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <cstring>
@@ -210,11 +211,11 @@ T load(const std::byte* at) {
 }
 
 template <class T>
-void format_numbers(const std::byte* row, std::uint64_t dim, std::string& out) {
+void format_numbers(const std::byte* row, std::uint64_t dim, std::string& out, char blank) {
   constexpr std::size_t kLongest = 32;  // "-2.2250738585072014e-308" has 24 characters
   for (std::uint64_t column = 0; column < dim; ++column) {
     std::array<char, kLongest> text;
-    text[0] = ' ';
+    text[0] = blank;
     const T value = load<T>(row + column * sizeof(T));
     char* end = nullptr;
     if constexpr (kIsHalf<T>)
@@ -271,17 +272,17 @@ std::string parse_text_row(std::string_view line, std::uint64_t dim, T* out, std
 template std::string parse_text_row(std::string_view, std::uint64_t, float*, std::string_view&);
 template std::string parse_text_row(std::string_view, std::uint64_t, double*, std::string_view&);
 
-void format_text_row(std::string_view word, DType dtype, const std::byte* row, std::uint64_t dim, std::string& out) {
+void format_text_row(std::string_view word, DType dtype, const std::byte* row, std::uint64_t dim, std::string& out, char blank) {
   out.append(word);
   switch (dtype) {
-    case DType::kFloat32: format_numbers<float>(row, dim, out); break;
-    case DType::kFloat16: format_numbers<Float16>(row, dim, out); break;
-    case DType::kBFloat16: format_numbers<BFloat16>(row, dim, out); break;
-    case DType::kFloat64: format_numbers<double>(row, dim, out); break;
-    case DType::kInt8: format_numbers<std::int8_t>(row, dim, out); break;
-    case DType::kUInt8: format_numbers<std::uint8_t>(row, dim, out); break;
-    case DType::kInt32: format_numbers<std::int32_t>(row, dim, out); break;
-    case DType::kInt64: format_numbers<std::int64_t>(row, dim, out); break;
+    case DType::kFloat32: format_numbers<float>(row, dim, out, blank); break;
+    case DType::kFloat16: format_numbers<Float16>(row, dim, out, blank); break;
+    case DType::kBFloat16: format_numbers<BFloat16>(row, dim, out, blank); break;
+    case DType::kFloat64: format_numbers<double>(row, dim, out, blank); break;
+    case DType::kInt8: format_numbers<std::int8_t>(row, dim, out, blank); break;
+    case DType::kUInt8: format_numbers<std::uint8_t>(row, dim, out, blank); break;
+    case DType::kInt32: format_numbers<std::int32_t>(row, dim, out, blank); break;
+    case DType::kInt64: format_numbers<std::int64_t>(row, dim, out, blank); break;
   }
   out += '\n';
 }
@@ -573,12 +574,25 @@ class TextVectorReader final : public RowReader {
   ThreadPool pool_;
 };
 
+bool is_tsv(const std::filesystem::path& file) {
+  std::string extension = file.extension().string();
+  std::transform(extension.begin(), extension.end(), extension.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return extension == ".tsv";
+}
+
 // Rows are formatted by several threads, each piece into a text of its own, and written in their order.
 class TextVectorWriter final : public RowWriter {
  public:
   TextVectorWriter(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype, const WriteOptions& options,
                    bool header)
-      : where_{printable(location.file)}, words_{options.words}, header_{header}, dim_{dim}, dtype_{dtype}, count_{where_, rows} {
+      : where_{printable(location.file)},
+        words_{options.words},
+        header_{header},
+        blank_{is_tsv(location.file) ? '\t' : ' '},
+        dim_{dim},
+        dtype_{dtype},
+        count_{where_, rows} {
     if (!location.selector.empty())
       throw InvalidArgument(fmt::format("{}:{}: a text file holds one table; leave '{}' out", where_,
                                         printable(location.selector), printable(location.selector)));
@@ -611,7 +625,7 @@ class TextVectorWriter final : public RowWriter {
           std::string& text = texts_[p];
           text.clear();
           for (std::uint64_t i = p * piece; i < std::min(here, (p + 1) * piece); ++i)
-            format_text_row(names_[i], dtype_, rows + (done + i) * row_bytes, dim_, text);
+            format_text_row(names_[i], dtype_, rows + (done + i) * row_bytes, dim_, text, blank_);
         }
       });
       for (std::uint64_t p = 0; p * piece < here; ++p) append(texts_[p]);
@@ -642,6 +656,7 @@ class TextVectorWriter final : public RowWriter {
   std::string where_;
   WordSource words_;
   bool header_;
+  char blank_;  // between word and numbers
   std::uint64_t dim_;
   DType dtype_;
   RowCount count_;

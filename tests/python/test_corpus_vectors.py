@@ -161,8 +161,10 @@ def test_tabs_between_numbers(text):
             assert rows.tolist() == [[i, 0.5, -1] for i in range(5)]
             assert words == [f"w{i}".encode() for i in range(5)]
     path = text("\n".join(plain) + "\n", "v.tsv")
-    rows, words = converted(path, src_format="glove")
-    assert rows.shape == (5, 3)
+    assert converted(path)[0].shape == (5, 3)
+    assert converted(text("5 3\n" + "\n".join(plain) + "\n", "w.tsv"))[0].shape == (5, 3)
+    em.convert(path, path.parent / "again.tsv")
+    assert (path.parent / "again.tsv").read_bytes() == path.read_bytes()
     path = text("\n".join(["word\tx\ty\tz", *plain]) + "\n", "v.txt")
     with pytest.raises(em.FormatError, match="line 1"):
         converted(path)
