@@ -26,13 +26,21 @@ using namespace std::string_view_literals;
 
 constexpr std::uint64_t kLargestPickle = 256_MiB;
 constexpr std::string_view kPickle = "/data.pkl";
-// A long integer that files of torch before 1.6 begin with, as pickle writes it.
-constexpr std::string_view kLegacyMagic = "\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"sv;
+// A long integer that files of torch before 1.6 begin with, as pickle writes it behind the protocol's number and a frame.
+constexpr std::string_view kLegacyMagic = "\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"sv;
 
 bool starts_with(std::span<const std::byte> head, std::string_view magic) {
   return head.size() >= magic.size() && std::equal(magic.begin(), magic.end(), head.begin(), [](char a, std::byte b) {
            return static_cast<unsigned char>(a) == std::to_integer<unsigned char>(b);
          });
+}
+
+bool begins_like_legacy(std::span<const std::byte> head) {
+  if (!starts_with(head, "\x80")) return false;
+  constexpr std::size_t kProtocol = 2, kFrame = 9;
+  for (const std::size_t place : {kProtocol, kProtocol + kFrame})
+    if (head.size() >= place && starts_with(head.subspan(place), kLegacyMagic)) return true;
+  return false;
 }
 
 // The folder in the archive that all records of torch lie in; nothing if it is no archive of torch's.
@@ -55,7 +63,7 @@ struct Archive {
   explicit Archive(const std::filesystem::path& path) : file{File::open(path, File::Mode::kRead)} {
     std::array<std::byte, 512> buffer;
     const auto head = std::span<const std::byte>(buffer).first(file.read_some(0, buffer));
-    if (starts_with(head, kLegacyMagic)) {
+    if (begins_like_legacy(head)) {
       read_legacy();
       return;
     }
@@ -299,7 +307,7 @@ class TorchRowWriter final : public RowWriter {
 }  // namespace
 
 Fit fit_torch(const File& file, std::span<const std::byte> head) {
-  if (starts_with(head, kLegacyMagic)) return Fit::kCertain;
+  if (begins_like_legacy(head)) return Fit::kCertain;
   return begins_like_zip(head) && prefix_of(ZipDirectory(file)) ? Fit::kCertain : Fit::kNo;
 }
 

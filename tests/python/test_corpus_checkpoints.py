@@ -142,6 +142,26 @@ def test_dtypes_of_every_age(store, tmp_path, dtype, legacy):
     assert torch.equal(table.gather(torch.arange(30)), tensor.byte() if dtype == "bool" else tensor)
 
 
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("legacy", [False, True])
+def test_every_protocol_of_pickle(store, tmp_path, protocol, legacy):
+    tensor = torch.randn(30, 7)
+    torch.save(
+        {
+            "w": tensor,
+            "epoch": 3,
+            "loss": 0.5,
+            "name": "x",
+            "size": torch.Size([1]),
+            "big": 1 << 80,
+        },
+        tmp_path / "x",  # told by its content
+        pickle_protocol=protocol,
+        _use_new_zipfile_serialization=not legacy,
+    )
+    assert np.array_equal(store.import_file("t", tmp_path / "x")[:], tensor.numpy())
+
+
 @pytest.mark.parametrize("legacy", [False, True])
 def test_a_tensor_of_a_gpu_is_read_without_one(store, tmp_path, legacy):
     tensor = torch.randn(50, 4)
