@@ -40,8 +40,9 @@ std::string compressing_formats() {
       if (!extension.empty() && known.find(fmt::format("{},", extension)) == std::string::npos)
         known += fmt::format("{}, ", extension);
   known.resize(known.size() - 2);
-  throw InvalidArgument(fmt::format("'{}': {} names no format known here ({})", printable(text),
-                                    there ? "neither its content nor its extension" : "the extension", known));
+  throw InvalidArgument(
+      fmt::format("'{}': {} known here ({})", printable(text),
+                  there ? "neither its content nor its extension names a format" : "the extension names no format", known));
 }
 
 // By the name alone. Throws InvalidArgument where several formats share it.

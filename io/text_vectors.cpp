@@ -422,7 +422,7 @@ class TextVectorReader final : public RowReader {
     stream_.skip(line.size());
     if (stream_.left() == 0) return;
     const std::string_view next = stream_.peek_text(1);
-    first_may_be_row_ = count_numbers(next.substr(0, next.find('\n'))) == 1;
+    first_may_be_row_ = count_numbers(next.substr(0, next.find('\n'))) == count_numbers(text);
   }
 
   // Of a first line that does not fit as a header, where it would as a row.
@@ -564,7 +564,7 @@ class TextVectorReader final : public RowReader {
   std::string where_;
   bool header_;
   std::string first_line_;         // with a header: for messages
-  bool first_may_be_row_ = false;  // the next one has one number, as the first then would
+  bool first_may_be_row_ = false;  // the next one has as many numbers as the first then would
   WordSink words_;
   FileStream stream_{file_, 0, 0};
   RowIndex index_;

@@ -133,7 +133,8 @@ TEST_F(TextVectorsTest, HeadersThatDoNotMatchAreRefused) {
   EXPECT_THAT(word2vec_error("1 18446744073709551615\na 1 2\n"), HasSubstr("can hold"));
   EXPECT_THAT(word2vec_error("18446744073709551616 2\na 1 2\n"), HasSubstr("no header"));
   // A first line that would do as a row of one number.
-  for (const std::string_view text : {"7 9\na 1\nb 2\n", "3 1\na 1\nb 2\n", "1 1\na 1\nb 2\n", "2 2\na 1\nb 2\n"})
+  for (const std::string_view text :
+       {"7 9\na 1\nb 2\n", "3 1\na 1\nb 2\n", "1 1\na 1\nb 2\n", "2 2\na 1\nb 2\n", " 1 2\na 1 2\nb 3 4\n"})
     EXPECT_THAT(word2vec_error(text), HasSubstr("is a row, name the format: glove")) << text;
   EXPECT_THAT(word2vec_error("3 2\na 1 2\nb 3 4\n"), Not(HasSubstr("glove")));
   EXPECT_THAT(word2vec_error(""), HasSubstr("is empty"));
