@@ -368,6 +368,25 @@ def test_byte_orders(store, tmp_path, descr):
     assert np.array_equal(adopted.gather([1]), native[1:2])
 
 
+@pytest.mark.parametrize(
+    "name", ["float16", "half", "float32", "single", "float64", "double", "int8", "uint8", "int64"]
+)
+def test_dtypes_by_name(store, tmp_path, name):
+    array = np.arange(12).reshape(3, 4).astype(name)
+    path = tmp_path / "a.npy"
+    path.write_bytes(npy(PLAIN.replace("<f4", name), array.tobytes()))
+    assert np.array_equal(np.load(path), array)  # as NumPy reads it
+    for table in (store.import_file("t", path), store.adopt("a", path)):
+        assert table.dtype == array.dtype
+        assert np.array_equal(table[:], array)
+    store.commit()
+    with em.open(store.path, mode="r") as reader:
+        assert np.array_equal(reader["a"][:], array)
+    fields = PLAIN.replace("'<f4'", f"[('v', '{name}', (4,))]").replace("(3, 4)", "(3,)")
+    path.with_name("r.npy").write_bytes(npy(fields, array.tobytes()))
+    assert np.array_equal(em.io.open(f"{tmp_path}/r.npy:v")[:], array)
+
+
 def test_records_need_the_name_of_a_field(store, tmp_path):
     path = tmp_path / "a.npy"
     records = np.zeros(2, [("id", "<i8"), ("v", "<f4", (4,))])
