@@ -439,7 +439,10 @@ class TextVectorReader final : public RowReader {
     std::uint64_t looked = 0;
     for (std::size_t i = 0; i < kLooked && stream_.left() > 0 && looked < kLookedBytes; ++i) {
       const std::string_view line = peek_line(i + 1);
-      const std::uint64_t numbers = numbers_at_end(line.ends_with('\n') ? line.substr(0, line.size() - 1) : line);
+      const std::string_view text = line.ends_with('\n') ? line.substr(0, line.size() - 1) : line;
+      // Fields before the numbers belong to the word, if they are few: else they were to be numbers ("0,5").
+      const std::uint64_t fields = count_numbers(text), at_end = numbers_at_end(text);
+      const std::uint64_t numbers = at_end > fields / 2 ? at_end : fields;
       if (numbers == 0) {  // neither a row nor a sign of how many columns there are
         looked += line.size();
         stream_.skip(line.size());

@@ -91,6 +91,7 @@ TEST_F(TextVectorsTest, WrongNumbersOfColumnsAreNamedWithTheirLine) {
   EXPECT_THAT(word2vec_error("2 2\na 1 2\n\nb 3 4\n"), HasSubstr("line 3 is empty"));
   EXPECT_THAT(glove_error("a 1 2\nb 3 4\nc 5\nd 6 7\n"), HasSubstr("line 3 has 1 numbers, 2 are expected"));
   EXPECT_THAT(glove_error("a 1 2\nb 3 4\nc 5 6 7\n"), HasSubstr("line 3 has 3 numbers, 2 are expected"));
+  EXPECT_THAT(glove_error("a 0,5 0,25 1\nb 0,5 0,75 2\n"), HasSubstr("line 1 column 1: '0,25' is no number"));
   EXPECT_THAT(glove_error("alone\n"), HasSubstr("line 1 has no numbers"));
 }
 
