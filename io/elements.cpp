@@ -11,6 +11,7 @@
 #include "base/error.hpp"
 #include "base/size_text.hpp"
 #include "base/vector_dispatch.hpp"
+#include "io/rows.hpp"
 
 namespace embermap {
 namespace {
@@ -123,6 +124,14 @@ TableShape table_shape(const std::filesystem::path& file, std::string_view what,
     if (__builtin_mul_overflow(out.dim, extent, &out.dim))
       throw FormatError(file, fmt::format("{}shape {}: its columns are past 64 bits", what, shape_to_text(shape)));
   return out;
+}
+
+void remark_on_shape(std::vector<Remark>& remarks, std::string_view where, std::span<const std::uint64_t> shape) {
+  if (shape.size() == 2 || shape.empty()) return;
+  std::uint64_t dim = 1;
+  for (const std::uint64_t extent : shape.subspan(1)) dim *= extent;  // as table_shape() has checked
+  remarks.push_back({fmt::format("{} has shape {}: read as {} rows of {}", where, shape_to_text(shape), shape[0],
+                                 dim == 1 ? "one column" : fmt::format("{} columns", dim))});
 }
 
 StridedLayout strided_layout(std::span<const std::uint64_t> shape, std::span<const std::uint64_t> strides, std::uint64_t offset,

@@ -15,6 +15,8 @@
 
 namespace embermap {
 
+struct Remark;  // io/rows.hpp
+
 // How one element of a file becomes one of a table.
 struct ElementFormat {
   DType dtype = DType::kFloat32;
@@ -68,6 +70,9 @@ struct TableShape {
   std::uint64_t rows = 0, dim = 0;
 };
 TableShape table_shape(const std::filesystem::path& file, std::string_view what, std::span<const std::uint64_t> shape);
+
+// Adds what has to be said of an array that has not two dimensions: "x.npy has shape (10, 3, 4): read as 10 rows of 12 columns".
+void remark_on_shape(std::vector<Remark>& remarks, std::string_view where, std::span<const std::uint64_t> shape);
 
 // Reads rows of such an array with large reads and at most 16 MiB of its own.
 class StridedRows {

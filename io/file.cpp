@@ -281,10 +281,15 @@ void File::resize(std::uint64_t bytes) const {
 void File::reserve(std::uint64_t bytes) const {
   check_range("fallocate", path_, 0, bytes);
   if (bytes == 0) return;
-  const auto refuse = [&](int error) { return IoError(error, fmt::format("reserve {} for", format_size(bytes)), path_); };
-  // Some file systems take all there is before they find that it is too little: for that moment the disk is full for everybody.
   struct statvfs disk {};
-  if (::fstatvfs(fd_, &disk) == 0 && disk.f_blocks != 0) {
+  const bool known = ::fstatvfs(fd_, &disk) == 0 && disk.f_blocks != 0;
+  const auto refuse = [&](int error) {
+    const std::string free =
+        known ? fmt::format(" ({} are free)", format_size(std::uint64_t{disk.f_bavail} * disk.f_frsize)) : std::string();
+    return IoError(error, fmt::format("reserve {}{} for", format_size(bytes), free), path_);
+  };
+  // Some file systems take all there is before they find that it is too little: for that moment the disk is full for everybody.
+  if (known) {
     const auto taken = static_cast<std::uint64_t>(status().st_blocks) * 512;
     if (bytes > taken && (bytes - taken) / std::max<std::uint64_t>(disk.f_frsize, 1) > disk.f_bavail) throw refuse(ENOSPC);
   }
@@ -305,6 +310,14 @@ void File::close() {
   if (fd_ < 0) return;
   // After EINTR Linux has closed the descriptor all the same; a second try could hit another thread's file.
   if (ops_->close(std::exchange(fd_, -1)) != 0 && errno != EINTR) throw IoError(errno, "close", path_);
+}
+
+void check_free_space(const std::filesystem::path& directory, const std::filesystem::path& file, std::uint64_t bytes) {
+  struct statvfs status {};
+  if (statvfs(directory.c_str(), &status) != 0) throw IoError(errno, "statvfs", directory);
+  const std::uint64_t free = std::uint64_t{status.f_bavail} * status.f_frsize;
+  if (bytes > free && status.f_blocks != 0)  // 0 blocks: a file system that does not count
+    throw IoError(ENOSPC, fmt::format("reserve {} ({} are free) for", format_size(bytes), format_size(free)), file);
 }
 
 void sync_directory(const std::filesystem::path& directory, FileOps& ops) {

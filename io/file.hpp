@@ -101,6 +101,10 @@ class File {
 // Fills the span from this byte of a file, or of a part of one, on. Throws IoError, FormatError "truncated".
 using ReadBytes = std::function<void(std::uint64_t offset, std::span<std::byte> out)>;
 
+// Throws IoError (ENOSPC, with both numbers, naming `file`) where the file system of `directory` has fewer than `bytes` free, if
+// it tells.
+void check_free_space(const std::filesystem::path& directory, const std::filesystem::path& file, std::uint64_t bytes);
+
 // Makes entries of `directory` (empty: the current one) that were created, renamed or removed durable. Where a file system has no
 // such sync (EINVAL) there is nothing to do.
 void sync_directory(const std::filesystem::path& directory, FileOps& ops = FileOps::system());

@@ -175,13 +175,18 @@ class BinReader final : public FlatRowReader {
     check_dim(options);
     std::uint64_t data = 0;
     const bool overflow = __builtin_mul_overflow(rows_, stride(), &data);
+    // Headers are often left as they were when rows are cut off or added: what would fit, then.
+    const std::uint64_t fitting = (size - offset_) / stride(), more = (size - offset_) % stride();
+    const std::string would =
+        fitting == 0 ? ""
+                     : fmt::format(", which would be {} rows{}", fitting, more == 0 ? "" : fmt::format(" and {} bytes", more));
     if (overflow || data > size - offset_)
       throw FormatError(location.file,
-                        fmt::format("says it has {} rows of {} {}, {} bytes each behind a header of 8; it has {} bytes", rows_,
-                                    dim_, dtype_name(dtype_), stride(), size));
+                        fmt::format("says it has {} rows of {} {}, {} bytes each behind a header of 8; it has {} bytes{}", rows_,
+                                    dim_, dtype_name(dtype_), stride(), size, would));
     if (data < size - offset_)
-      throw FormatError(location.file, fmt::format("says it has {} rows of {} {}, which end at byte {}; {} bytes follow", rows_,
-                                                   dim_, dtype_name(dtype_), offset_ + data, size - offset_ - data));
+      throw FormatError(location.file, fmt::format("says it has {} rows of {} {}, which end at byte {}; {} bytes follow{}", rows_,
+                                                   dim_, dtype_name(dtype_), offset_ + data, size - offset_ - data, would));
   }
 };
 

@@ -1,6 +1,7 @@
 #include "io/hdf5.hpp"
 
 #include <fmt/format.h>
+#include <sys/file.h>
 
 #include <algorithm>
 #include <array>
@@ -43,6 +44,16 @@ void set_locking(const PropertyId& access, bool lock) {
 #else
   (void)access, (void)lock;  // this library is led by the environment alone
 #endif
+}
+
+// Whether the file system can lock a file at all. Asked before the library tries: a file whose lock failed stays half open in it.
+bool has_locks(const std::filesystem::path& path) {
+  const File file = File::open(path, File::Mode::kRead);
+  if (::flock(file.fd(), LOCK_SH | LOCK_NB) == 0) {
+    ::flock(file.fd(), LOCK_UN);
+    return true;
+  }
+  return errno != ENOLCK && errno != ENOSYS && errno != EOPNOTSUPP;
 }
 
 void check_signature(const std::filesystem::path& path) {
@@ -154,11 +165,16 @@ LastError last_error() {
   return out;
 }
 
-void throw_last(const std::filesystem::path& file, std::string_view what) {
-  const LastError error = last_error();
+namespace {
+
+[[noreturn]] void throw_error(const LastError& error, const std::filesystem::path& file, std::string_view what) {
   if (error.error_number != 0) throw IoError(error.error_number, fmt::format("{} in", what), file);
   throw FormatError(file, fmt::format("{}: {}", what, error.text));
 }
+
+}  // namespace
+
+void throw_last(const std::filesystem::path& file, std::string_view what) { throw_error(last_error(), file, what); }
 
 bool has_signature(const File& file) {
   constexpr std::string_view kSignature{"\x89HDF\r\n\x1a\n", 8};
@@ -172,40 +188,37 @@ bool has_signature(const File& file) {
 
 FileId open_for_reading(const std::filesystem::path& file) {
   check_signature(file);
+  const bool lock = has_locks(file);
   const Session quiet;
-  for (const bool lock : {true, false}) {
-    const PropertyId access{H5Pcreate(H5P_FILE_ACCESS)};  // kept: closing it would clear the library's messages
-    set_locking(access, lock);
-    FileId out{H5Fopen(file.c_str(), H5F_ACC_RDONLY, access.id())};
-    if (out) return out;
-    const LastError error = last_error();
-    if (error.text.find("unable to lock file") != std::string::npos) {
-      if (error.error_number == EAGAIN || error.error_number == EACCES)
-        throw LockedError(fmt::format("{} is open for writing in another process (or handle); it can be read when that is closed",
-                                      printable(file)));
-      const bool no_locks = error.error_number == ENOLCK || error.error_number == ENOSYS || error.error_number == EOPNOTSUPP;
-      if (no_locks && lock) continue;
-      if (no_locks)
-        throw IoError(error.error_number, "lock (the file system has no locks, HDF5_USE_FILE_LOCKING demands one)", file);
-    }
-    if (error.text.find("already open for write") != std::string::npos ||
-        error.text.find("already open for SWMR") != std::string::npos)
-      throw FormatError(file,
-                        fmt::format("is marked as open for writing: a writer has it open (SWMR), or one ended without closing it "
-                                    "and the file may be incomplete ('h5clear -s' removes the mark): {}",
-                                    error.text));
-    if (error.text.find("truncated file") != std::string::npos) {
-      const auto there = number_after(error.text, "eof = ");
-      auto stored = number_after(error.text, "stored_eof = ");
-      if (!stored) stored = number_after(error.text, "stored_eoa = ");
-      if (there && stored)
-        throw FormatError(
-            file, fmt::format("is incomplete: truncated, {} of {} bytes are there (HDF5: {})", *there, *stored, error.text));
-      throw FormatError(file, fmt::format("is incomplete (truncated): {}", error.text));
-    }
-    throw_last(file, "cannot open");
+  const PropertyId access{H5Pcreate(H5P_FILE_ACCESS)};  // kept: closing it would clear the library's messages
+  set_locking(access, lock);
+  FileId out{H5Fopen(file.c_str(), H5F_ACC_RDONLY, access.id())};
+  if (out) return out;
+  const LastError error = last_error();
+  if (error.text.find("unable to lock file") != std::string::npos) {
+    if (error.error_number == EAGAIN || error.error_number == EACCES)
+      throw LockedError(fmt::format("{} is open for writing in another process (or handle); it can be read when that is closed",
+                                    printable(file)));
+    const bool no_locks = error.error_number == ENOLCK || error.error_number == ENOSYS || error.error_number == EOPNOTSUPP;
+    if (no_locks)
+      throw IoError(error.error_number, "lock (the file system has no locks, HDF5_USE_FILE_LOCKING demands one)", file);
   }
-  throw_last(file, "cannot open");
+  if (error.text.find("already open for write") != std::string::npos ||
+      error.text.find("already open for SWMR") != std::string::npos)
+    throw FormatError(file,
+                      fmt::format("is marked as open for writing: a writer has it open (SWMR), or one ended without closing it "
+                                  "and the file may be incomplete ('h5clear -s' removes the mark): {}",
+                                  error.text));
+  if (error.text.find("truncated file") != std::string::npos) {
+    const auto there = number_after(error.text, "eof = ");
+    auto stored = number_after(error.text, "stored_eof = ");
+    if (!stored) stored = number_after(error.text, "stored_eoa = ");
+    if (there && stored)
+      throw FormatError(
+          file, fmt::format("is incomplete: truncated, {} of {} bytes are there (HDF5: {})", *there, *stored, error.text));
+    throw FormatError(file, fmt::format("is incomplete (truncated): {}", error.text));
+  }
+  throw_error(error, file, "cannot open");  // asking for it again gives nothing
 }
 
 PropertyId writing_access() {

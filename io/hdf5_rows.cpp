@@ -322,19 +322,23 @@ class Hdf5RowReader final : public RowReader {
           std::filesystem::canonical(location_.has_parent_path() ? location_.parent_path() : std::filesystem::path("."), error);
       if (!error) H5Pset_virtual_prefix(access.id(), folder.c_str());
     }
+    contiguous_ = H5Pget_layout(creation.id()) == H5D_CONTIGUOUS;
     // A dataset that is open already keeps its chunk cache: closed before it is opened with its own.
     dataset.close();
     dataset_ = open(std::move(access));
   }
 
   std::string description() const override {
-    const Session quiet;
-    std::string chunks;
-    hsize_t written = 0;
-    const SpaceId space{dataset_ ? H5Dget_space(dataset_.id()) : H5I_INVALID_HID};  // 1.10.8 does not take H5S_ALL for it
-    if (chunk_count_ > 0 && space && H5Dget_num_chunks(dataset_.id(), space.id(), &written) >= 0 && written < chunk_count_)
-      chunks = fmt::format(", {} of {} chunks never written (read as the fill value)", chunk_count_ - written, chunk_count_);
-    return fmt::format("{}, {} {}, {}{}", where_, type_text_, shape_to_text(shape_), layout_text_, chunks);
+    const std::string never = never_written();
+    return fmt::format("{}, {} {}, {}{}{}", where_, type_text_, shape_to_text(shape_), layout_text_, never.empty() ? "" : ", ",
+                       never);
+  }
+
+  std::vector<Remark> remarks() const override {
+    std::vector<Remark> out = remarks_;
+    if (const std::string never = never_written(); !never.empty())
+      out.push_back({fmt::format("{}: {}", where_, never), /*doubt=*/true});
+    return out;
   }
 
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
@@ -378,6 +382,17 @@ class Hdf5RowReader final : public RowReader {
     DatasetId out{H5Dopen2(file_.id(), path_.c_str(), access.id())};
     if (!out) throw_last(location_, fmt::format("cannot open {}", printable(path_)));
     return out;
+  }
+
+  // "3 of 12 chunks never written (read as the fill value)", or nothing. Asks the file's index of chunks, all of it.
+  std::string never_written() const {
+    const Session quiet;
+    const SpaceId space{dataset_ ? H5Dget_space(dataset_.id()) : H5I_INVALID_HID};  // 1.10.8 does not take H5S_ALL for it
+    if (!space || rows_ == 0) return {};
+    if (contiguous_) return H5Dget_storage_size(dataset_.id()) == 0 ? "none of it was ever written (read as the fill value)" : "";
+    hsize_t written = 0;
+    if (chunk_count_ == 0 || H5Dget_num_chunks(dataset_.id(), space.id(), &written) < 0 || written >= chunk_count_) return {};
+    return fmt::format("{} of {} chunks never written (read as the fill value)", chunk_count_ - written, chunk_count_);
   }
 
   // Sets path_ and field_.
@@ -476,6 +491,7 @@ class Hdf5RowReader final : public RowReader {
     const auto [rows, dim] = table_shape(location_, fmt::format("{} has ", printable(path_)), shape_);
     rows_ = rows;
     dim_ = dim;
+    if (field_.empty() || shape_.size() > 1) remark_on_shape(remarks_, where_, shape_);
   }
 
   std::string layout_text(hid_t creation) {
@@ -495,7 +511,13 @@ class Hdf5RowReader final : public RowReader {
     }
     for (const Hdf5Filter& filter : filters_of(creation)) {
       out += fmt::format(", {}", filter.name);
-      if (filter.lossy && is_floating(dtype_)) out += " (lossy, and NaN is not kept)";
+      if (filter.lossy && is_floating(dtype_)) {
+        out += " (lossy, and NaN is not kept)";
+        remarks_.push_back({fmt::format("{} went through a lossy filter, {}: values are not those that were written, and NaN is "
+                                        "not kept",
+                                        where_, filter.name),
+                            /*doubt=*/true});
+      }
       if (!filter.available) out += fmt::format(" (filter {}, not available here)", filter.id);
     }
     return out;
@@ -593,6 +615,7 @@ class Hdf5RowReader final : public RowReader {
   std::vector<std::uint64_t> shape_;   // both
   std::uint64_t chunk_rows_ = 0, chunk_count_ = 0;
   bool clear_first_ = false;
+  bool contiguous_ = false;
   std::unique_ptr<ExternalFiles> external_;
   StridedRows external_rows_;
   std::uint64_t slab_rows_ = 0, slab_first_ = 0, slab_held_ = 0;

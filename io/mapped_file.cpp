@@ -12,6 +12,7 @@
 
 #include "base/checked.hpp"
 #include "base/error.hpp"
+#include "base/size_text.hpp"
 
 namespace embermap {
 
@@ -135,6 +136,8 @@ MappedFile::MappedFile(const File& file, std::uint64_t bytes) {
   if (mapping == MAP_FAILED) throw IoError(errno, "mmap", file.path(), 0, bytes);
   data_ = static_cast<std::byte*>(mapping);
   bytes_ = bytes;
+  // A page that is missing is read alone, not with what lies around it: rows are asked for in any order.
+  (void)madvise(mapping, in_pages(bytes), MADV_RANDOM);
   try {
     region_ = add_region(data_, in_pages(bytes), file);
   } catch (...) {
@@ -168,6 +171,7 @@ void MappedFile::release() noexcept {
 
 void MappedFile::populate(ThreadPool& pool) const noexcept {
 #ifdef MADV_POPULATE_READ
+  (void)madvise(data_, in_pages(bytes_), MADV_NORMAL);
   try {
     pool.parallel_for(ceil_div(bytes_, kPopulated), 1, [&](std::uint64_t begin, std::uint64_t end) {
       const std::uint64_t from = begin * kPopulated;
@@ -177,9 +181,28 @@ void MappedFile::populate(ThreadPool& pool) const noexcept {
   } catch (const std::exception&) {
     // It only saves time.
   }
+  (void)madvise(data_, in_pages(bytes_), MADV_RANDOM);
 #else
   (void)pool;
 #endif
+}
+
+void MappedFile::will_need(std::uint64_t offset, std::uint64_t bytes) const noexcept {
+  constexpr std::uint64_t kLeast = 256_KiB;   // below, waiting for single pages costs little
+  constexpr std::uint64_t kAtOnce = 128_KiB;  // the system reads no more for one call, however much it is told of
+  constexpr std::uint64_t kSamples = 8;
+  const std::uint64_t page = in_pages(1);
+  const std::uint64_t begin = offset / page * page;
+  const std::uint64_t end = std::min(in_pages(bytes_), offset + bytes);
+  if (end < begin + kLeast) return;
+  // What is in memory need not be told of, which takes as long as copying it: some pages tell.
+  bool there = true;
+  for (std::uint64_t i = 0; there && i < kSamples; ++i) {
+    unsigned char resident = 0;
+    there = mincore(data_ + begin + (end - 1 - begin) / kSamples * i / page * page, page, &resident) == 0 && (resident & 1U) != 0;
+  }
+  if (there) return;
+  for (std::uint64_t at = begin; at < end; at += kAtOnce) (void)madvise(data_ + at, std::min(kAtOnce, end - at), MADV_WILLNEED);
 }
 
 void MappedFile::guard() const { (void)take_signal(); }

@@ -39,6 +39,9 @@ class MappedFile {
 
   // Reads all of it into the page cache, on the pool's threads, and maps what is there. Where that fails, nothing happens.
   void populate(ThreadPool& pool) const noexcept;
+  // Bytes [offset, offset + bytes) will be read, all of them: the disk begins, if they are many and not all in memory. Otherwise
+  // each page that is missing is read alone.
+  void will_need(std::uint64_t offset, std::uint64_t bytes) const noexcept;
   // Before reading: a handler may have been installed since the mapping was made that would end the process. One call to the
   // system.
   void guard() const;

@@ -288,6 +288,21 @@ struct ScalarType {
   std::uint64_t bytes = 0;
 };
 
+// Other programs than NumPy write dtypes by name, and NumPy reads them: "float32" -> "<f4". Anything else stays as it is.
+std::string_view code_of_name(std::string_view descr) {
+  struct Name {
+    std::string_view name, code;
+  };
+  constexpr std::array kNames{Name{"float16", "<f2"},   Name{"half", "<f2"},       Name{"float32", "<f4"}, Name{"single", "<f4"},
+                              Name{"float64", "<f8"},   Name{"double", "<f8"},     Name{"float", "<f8"},   Name{"int8", "|i1"},
+                              Name{"int16", "<i2"},     Name{"int32", "<i4"},      Name{"int64", "<i8"},   Name{"uint8", "|u1"},
+                              Name{"uint16", "<u2"},    Name{"uint32", "<u4"},     Name{"uint64", "<u8"},  Name{"bool", "|b1"},
+                              Name{"complex64", "<c8"}, Name{"complex128", "<c16"}};
+  for (const Name& one : kNames)
+    if (one.name == descr) return one.code;
+  return descr;
+}
+
 // "<f4" -> {f, 4}. nullopt if it is none of NumPy's.
 std::optional<ScalarType> parse_scalar(std::string_view descr) {
   if (!descr.empty() && std::string_view("<>=|").find(descr.front()) != std::string_view::npos) descr.remove_prefix(1);
@@ -385,7 +400,7 @@ class HeaderReader {
   }
 
   ScalarType scalar(const Value& descr) const {
-    const std::optional<ScalarType> type = parse_scalar(descr.text);
+    const std::optional<ScalarType> type = parse_scalar(code_of_name(descr.text));
     if (!type) fail(fmt::format("descr '{}' is no dtype known here", printable(descr.text.substr(0, 80))));
     if (type->kind == 'O')
       fail(
@@ -435,7 +450,7 @@ class HeaderReader {
     NpyField field;
     field.name = name->text;
     field.offset = offset;
-    field.descr = type.kind == Value::Kind::kString ? type.text : parser_.source(type);
+    field.descr = type.kind == Value::Kind::kString ? std::string(code_of_name(type.text)) : parser_.source(type);
     if (value.items.size() == 3) field.shape = sub_array(value.items[2]);
     field.bytes = multiply(type_bytes(type), field.shape);
     const bool padding = field.name.empty() && type.kind == Value::Kind::kString && scalar(type).kind == 'V';
@@ -444,7 +459,7 @@ class HeaderReader {
 
   void read_descr(const Value& descr, NpyHeader& header) const {
     if (descr.kind == Value::Kind::kString) {
-      header.descr = descr.text;
+      header.descr = code_of_name(descr.text);
       header.item_bytes = scalar(descr).bytes;
       return;
     }
@@ -472,8 +487,7 @@ std::string not_npy(std::span<const std::byte> known, std::uint64_t size) {
   if (!what.empty()) return text + ": it looks like " + what;
   text += fmt::format(". If its {} bytes are bare numbers without a header", size);
   if (size % 4 == 0) text += fmt::format(" ({} of 4 bytes)", size / 4);
-  return text +
-         ", their dtype and the number of columns have to be said: numpy.save(new, numpy.memmap(file, dtype).reshape(-1, dim))";
+  return text + ", say what they are: --from raw --source-dtype DTYPE --dim COLUMNS, in Python format=\"raw\", dtype= and dim=";
 }
 
 // 'name' with Python's escapes. ASCII unless `raw`, which keeps other characters as they are.

@@ -45,6 +45,8 @@ class NpyRowReader final : public RowReader {
     const auto [rows, dim] = table_shape(name, field.empty() ? "" : printable(field) + " has ", shape);
     rows_ = rows;
     dim_ = dim;
+    // A field of one number a record is a column, as whoever names it knows.
+    if (field.empty() || shape.size() > 1) remark_on_shape(remarks_, where_, shape);
     strided_ = StridedRows(read, strided_layout(shape, strides, offset, element));
   }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/error.hpp"
 #include "io/rows.hpp"
@@ -30,6 +31,7 @@ class RangeReader final : public RowReader {
   }
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override { source_->read(first_ + first, count, out); }
   std::uint64_t block_rows() const override { return source_->block_rows(); }
+  std::vector<Remark> remarks() const override { return source_->remarks(); }
 
  private:
   std::unique_ptr<RowReader> source_;

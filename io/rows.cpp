@@ -40,8 +40,9 @@ std::string compressing_formats() {
       if (!extension.empty() && known.find(fmt::format("{},", extension)) == std::string::npos)
         known += fmt::format("{}, ", extension);
   known.resize(known.size() - 2);
-  throw InvalidArgument(fmt::format("'{}': {} names no format known here ({})", printable(text),
-                                    there ? "neither its content nor its extension" : "the extension", known));
+  throw InvalidArgument(
+      fmt::format("'{}': {} known here ({})", printable(text),
+                  there ? "neither its content nor its extension names a format" : "the extension names no format", known));
 }
 
 // By the name alone. Throws InvalidArgument where several formats share it.
@@ -56,6 +57,7 @@ Location::Format format_to_write(std::string_view text, std::string_view path) {
     if (info.create == nullptr || extension_of(info, path) != extension) continue;
     // Nearly everything that reads word vectors from text wants the header; GloVe's format is written where it is named.
     if (info.format == Location::Format::kGlove && extension == ".txt") continue;
+    if (info.format == Location::Format::kWord2vecText && extension == ".tsv") continue;  // tables of text have no counts
     only = &info;
     ++count;
     others += fmt::format("{}{}", others.empty() ? "" : ", ", info.name);

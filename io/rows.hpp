@@ -94,6 +94,12 @@ struct ReadOptions {
   std::uint64_t offset = 0;  // raw files: how many bytes stand before the first row
 };
 
+// What rows do not show of the array they come from.
+struct Remark {
+  std::string text;    // a sentence, with the file and the array
+  bool doubt = false;  // values may not be those that were once stored (a lossy filter), or never were (fill values)
+};
+
 // Rows 0 .. rows() - 1 of dim() elements. Not thread-safe. Throws IoError, FormatError, DTypeError naming the file and dataset.
 class RowReader {
  public:
@@ -106,10 +112,13 @@ class RowReader {
   virtual void read(std::uint64_t first, std::uint64_t count, std::byte* out) = 0;
   // How many rows make a good block (whole chunks, about a MiB or a few; at least 1).
   virtual std::uint64_t block_rows() const = 0;
+  // For whoever copies rows to tell: a shape that is not (rows, dim), a lossy filter, chunks that were never written.
+  virtual std::vector<Remark> remarks() const { return remarks_; }
 
  protected:
   std::uint64_t rows_ = 0, dim_ = 0;
   DType dtype_ = DType::kFloat32;
+  std::vector<Remark> remarks_;
 };
 
 // Opens an array, or the field named by the selector of a structured one: its first dimension is rows, all others together are

@@ -50,6 +50,7 @@ class SafetensorsRowReader final : public RowReader {
     rows_ = rows;
     dim_ = dim;
     dtype_ = element->dtype;
+    remark_on_shape(remarks_, where_, tensor.shape);
     const auto strides = dense_strides(tensor.shape, item_size(dtype_), /*fortran_order=*/false);
     strided_ = StridedRows([this](std::uint64_t offset, std::span<std::byte> out) { file_.read(offset, out); },
                            strided_layout(tensor.shape, strides, header.data_offset + tensor.begin, *element));

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cctype>
 #include <charconv>
 #include <cmath>
 #include <cstring>
@@ -125,6 +126,29 @@ std::string_view take_last_field(std::string_view& line) {
   return field;
 }
 
+// Whether numbers alone follow the first part of a word: they would be taken for columns.
+template <class T>
+bool ends_with_numbers(std::string_view word) {
+  const std::size_t blank = word.find_first_of(" \t");
+  if (blank == std::string_view::npos) return false;
+  std::string_view others = word.substr(blank);
+  if (without_blanks_before(others).empty()) return false;
+  while (!without_blanks_before(others).empty())
+    if (!is_number<T>(take_last_field(others))) return false;
+  return true;
+}
+
+// The word of what stands before the first number. One blank, the last, separates them, and those before it belong to the word
+// (" ", "\t" and "a " are words of published files), unless numbers are wider apart than by one blank too: then columns were
+// aligned.
+std::string_view word_before_numbers(std::string_view before, std::string_view numbers) {
+  bool aligned = false;
+  for (std::size_t i = 1; i < numbers.size(); ++i) aligned = aligned || (is_blank(numbers[i]) && is_blank(numbers[i - 1]));
+  if (aligned) return without_blanks_behind(before);
+  before.remove_suffix(before.empty() ? 0 : 1);
+  return before;
+}
+
 template <class T>
 constexpr const char* kTypeName = std::is_same_v<T, float> ? "float32" : "float64";
 
@@ -149,15 +173,9 @@ std::string parse_odd_row(std::string_view line, std::uint64_t dim, T* out, std:
     if (found == Number::kNone || at != end) return fmt::format("column {}: '{}' is no number", column, shown(field));
   }
   // "1 2 3 4" with three columns: four numbers in a row of three, and no word "1 2"; ". . ." is one, and "to name@host" too.
-  std::string_view before = without_blanks_behind(rest);
-  const std::size_t first_blank = before.find_first_of(" \t");
-  if (first_blank != std::string_view::npos) {
-    std::string_view others = before.substr(first_blank);
-    bool all_numbers = true;
-    while (all_numbers && !without_blanks_before(others).empty()) all_numbers = is_number<T>(take_last_field(others));
-    if (all_numbers) return fmt::format("has {} numbers, {} are expected: '{}'", numbers, dim, shown(line));
-  }
-  word = before;
+  if (ends_with_numbers<T>(without_blanks_behind(rest)))
+    return fmt::format("has {} numbers, {} are expected: '{}'", numbers, dim, shown(line));
+  word = word_before_numbers(rest, line.substr(rest.size()));
   return {};
 }
 
@@ -169,8 +187,12 @@ inline bool parse_plain_row(std::string_view line, std::uint64_t dim, T* out, st
   word = line.substr(0, static_cast<std::size_t>(at - line.data()));
   for (std::uint64_t column = 0; column < dim; ++column) {
     if (at == end || !is_blank(*at)) return false;
-    do ++at;
-    while (at != end && is_blank(*at));
+    ++at;
+    if (at != end && is_blank(*at)) {
+      if (column == 0) return false;  // perhaps they belong to the word
+      do ++at;
+      while (at != end && is_blank(*at));
+    }
     const auto [next, error] = std::from_chars(at, end, out[column]);
     if (error != std::errc()) {
       if (parse_number(at, end, out[column]) != Number::kGood) return false;
@@ -189,11 +211,11 @@ T load(const std::byte* at) {
 }
 
 template <class T>
-void format_numbers(const std::byte* row, std::uint64_t dim, std::string& out) {
+void format_numbers(const std::byte* row, std::uint64_t dim, std::string& out, char blank) {
   constexpr std::size_t kLongest = 32;  // "-2.2250738585072014e-308" has 24 characters
   for (std::uint64_t column = 0; column < dim; ++column) {
     std::array<char, kLongest> text;
-    text[0] = ' ';
+    text[0] = blank;
     const T value = load<T>(row + column * sizeof(T));
     char* end = nullptr;
     if constexpr (kIsHalf<T>)
@@ -229,6 +251,18 @@ std::uint64_t count_numbers(std::string_view line) {
   return fields;
 }
 
+namespace {
+
+// How many of the fields behind the first one are numbers, from the end of the line on.
+std::uint64_t numbers_at_end(std::string_view line) {
+  std::uint64_t most = count_numbers(line), count = 0;
+  line = without_end(line);
+  while (count < most && is_number<double>(take_last_field(line))) ++count;
+  return count;
+}
+
+}  // namespace
+
 template <class T>
 std::string parse_text_row(std::string_view line, std::uint64_t dim, T* out, std::string_view& word) {
   line = without_end(line);
@@ -238,31 +272,27 @@ std::string parse_text_row(std::string_view line, std::uint64_t dim, T* out, std
 template std::string parse_text_row(std::string_view, std::uint64_t, float*, std::string_view&);
 template std::string parse_text_row(std::string_view, std::uint64_t, double*, std::string_view&);
 
-void format_text_row(std::string_view word, DType dtype, const std::byte* row, std::uint64_t dim, std::string& out) {
+void format_text_row(std::string_view word, DType dtype, const std::byte* row, std::uint64_t dim, std::string& out, char blank) {
   out.append(word);
   switch (dtype) {
-    case DType::kFloat32: format_numbers<float>(row, dim, out); break;
-    case DType::kFloat16: format_numbers<Float16>(row, dim, out); break;
-    case DType::kBFloat16: format_numbers<BFloat16>(row, dim, out); break;
-    case DType::kFloat64: format_numbers<double>(row, dim, out); break;
-    case DType::kInt8: format_numbers<std::int8_t>(row, dim, out); break;
-    case DType::kUInt8: format_numbers<std::uint8_t>(row, dim, out); break;
-    case DType::kInt32: format_numbers<std::int32_t>(row, dim, out); break;
-    case DType::kInt64: format_numbers<std::int64_t>(row, dim, out); break;
+    case DType::kFloat32: format_numbers<float>(row, dim, out, blank); break;
+    case DType::kFloat16: format_numbers<Float16>(row, dim, out, blank); break;
+    case DType::kBFloat16: format_numbers<BFloat16>(row, dim, out, blank); break;
+    case DType::kFloat64: format_numbers<double>(row, dim, out, blank); break;
+    case DType::kInt8: format_numbers<std::int8_t>(row, dim, out, blank); break;
+    case DType::kUInt8: format_numbers<std::uint8_t>(row, dim, out, blank); break;
+    case DType::kInt32: format_numbers<std::int32_t>(row, dim, out, blank); break;
+    case DType::kInt64: format_numbers<std::int64_t>(row, dim, out, blank); break;
   }
   out += '\n';
 }
 
 std::string text_word_obstacle(std::string_view word, bool spaces) {
   if (word.find('\n') != std::string_view::npos) return "holds a newline, which ends a row of text";
-  const std::size_t blank = word.find_first_of(" \t");
-  if (blank == std::string_view::npos) return {};
+  if (word.find_first_of(" \t") == std::string_view::npos) return {};
   if (!spaces) return "holds a space, which ends a word in word2vec's formats (GloVe's text can hold it)";
-  if (is_blank(word.back())) return "ends with a space, which is no part of a word in text";
-  std::string_view others = word.substr(blank);
-  bool all_numbers = true;
-  while (all_numbers && !without_blanks_before(others).empty()) all_numbers = is_number<double>(take_last_field(others));
-  return all_numbers ? "ends with numbers, which would be taken for columns of its row" : "";
+  return ends_with_numbers<double>(without_blanks_behind(word)) ? "ends with numbers, which would be taken for columns of its row"
+                                                                : "";
 }
 
 namespace {
@@ -296,8 +326,8 @@ class TextVectorReader final : public RowReader {
     // No number takes less than two bytes with its blank, so that no length is taken on the file's word.
     const std::uint64_t most_dim = file_.size() / 2;
     if (header_ && rows_ > 0 && (dim_ > most_dim || rows_ > file_.size() / (2 * dim_)))
-      throw FormatError(file_.path(), fmt::format("its first line says {} rows of {} numbers, more than a file of {} can hold",
-                                                  rows_, dim_, format_size(size)));
+      throw FormatError(file_.path(), fmt::format("its first line says {} rows of {} numbers, more than a file of {} can hold{}",
+                                                  rows_, dim_, format_size(size), row_hint()));
     index_.add(0, stream_.position());
     if (rows_ == 0) check_end();
   }
@@ -388,7 +418,16 @@ class TextVectorReader final : public RowReader {
     rows_ = header->rows;
     dim_ = header->dim;
     if (dim_ == 0) throw FormatError(file_.path(), fmt::format("line 1 says {} rows of no columns", rows_));
+    first_line_ = shown(text);
     stream_.skip(line.size());
+    if (stream_.left() == 0) return;
+    const std::string_view next = stream_.peek_text(1);
+    first_may_be_row_ = count_numbers(next.substr(0, next.find('\n'))) == count_numbers(text);
+  }
+
+  // Of a first line that does not fit as a header, where it would as a row.
+  std::string row_hint() const {
+    return first_may_be_row_ ? fmt::format(" (if line 1, '{}', is a row, name the format: glove)", first_line_) : "";
   }
 
   // Rows and columns of a file without header. The lines at the beginning tell how many columns there are: the most common
@@ -400,7 +439,15 @@ class TextVectorReader final : public RowReader {
     std::uint64_t looked = 0;
     for (std::size_t i = 0; i < kLooked && stream_.left() > 0 && looked < kLookedBytes; ++i) {
       const std::string_view line = peek_line(i + 1);
-      const std::uint64_t numbers = count_numbers(line.ends_with('\n') ? line.substr(0, line.size() - 1) : line);
+      const std::string_view text = line.ends_with('\n') ? line.substr(0, line.size() - 1) : line;
+      // Fields before the numbers belong to the word, if they are few: else they were to be numbers ("0,5").
+      const std::uint64_t fields = count_numbers(text), at_end = numbers_at_end(text);
+      const std::uint64_t numbers = at_end > fields / 2 ? at_end : fields;
+      if (numbers == 0) {  // neither a row nor a sign of how many columns there are
+        looked += line.size();
+        stream_.skip(line.size());
+        continue;
+      }
       const auto same = std::find_if(found.begin(), found.end(), [&](const auto& f) { return f.first == numbers; });
       if (same == found.end())
         found.emplace_back(numbers, 1);
@@ -411,7 +458,7 @@ class TextVectorReader final : public RowReader {
     }
     const auto common =
         std::max_element(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.second < b.second; });
-    dim_ = dim != 0 ? dim : common->first;
+    dim_ = dim != 0 ? dim : common == found.end() ? 0 : common->first;
     stream_.seek(0);
     if (dim_ == 0) {
       const std::string_view text = stream_.peek_text(64).substr(0, 64);
@@ -450,9 +497,10 @@ class TextVectorReader final : public RowReader {
   // The next lines in lines_, `most` or those that are in the buffer: at least one. They stay valid until pass_lines().
   void find_lines(std::uint64_t most) {
     if (stream_.left() == 0)
-      throw FormatError(file_.path(), header_ ? fmt::format("has {} rows, its first line says {} (the end comes before line {})",
-                                                            next_, rows_, line_number(next_))
-                                              : "changed while it was read");
+      throw FormatError(file_.path(), header_
+                                          ? fmt::format("has {} rows, its first line says {} (the end comes before line {}){}",
+                                                        next_, rows_, line_number(next_), row_hint())
+                                          : "changed while it was read");
     index_.add(next_, stream_.position());
     lines_.clear();
     peek_line(line_number(next_));
@@ -503,19 +551,23 @@ class TextVectorReader final : public RowReader {
     std::vector<T> row(dim_);
     const std::string wrong = parse_text_row(lines_[first].text, dim_, row.data(), lines_[first].word);
     throw FormatError(file_.path(),
-                      fmt::format("line {} {}", line_number(next_ + first),
-                                  wrong.empty() ? fmt::format("has a word of more than {}", format_size(kLongestWord)) : wrong));
+                      fmt::format("line {} {}{}", line_number(next_ + first),
+                                  wrong.empty() ? fmt::format("has a word of more than {}", format_size(kLongestWord)) : wrong,
+                                  next_ + first == 0 ? row_hint() : ""));
   }
 
   void check_end() const {
     if (stream_.left() > 0)
-      throw FormatError(file_.path(), fmt::format("its first line says {} rows, but there are more: line {} comes after the last",
-                                                  rows_, line_number(rows_)));
+      throw FormatError(file_.path(),
+                        fmt::format("its first line says {} rows, but there are more: line {} comes after the last{}", rows_,
+                                    line_number(rows_), row_hint()));
   }
 
   File file_;
   std::string where_;
   bool header_;
+  std::string first_line_;         // with a header: for messages
+  bool first_may_be_row_ = false;  // the next one has as many numbers as the first then would
   WordSink words_;
   FileStream stream_{file_, 0, 0};
   RowIndex index_;
@@ -525,12 +577,25 @@ class TextVectorReader final : public RowReader {
   ThreadPool pool_;
 };
 
+bool is_tsv(const std::filesystem::path& file) {
+  std::string extension = file.extension().string();
+  std::transform(extension.begin(), extension.end(), extension.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::tolower(c)); });
+  return extension == ".tsv";
+}
+
 // Rows are formatted by several threads, each piece into a text of its own, and written in their order.
 class TextVectorWriter final : public RowWriter {
  public:
   TextVectorWriter(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype, const WriteOptions& options,
                    bool header)
-      : where_{printable(location.file)}, words_{options.words}, header_{header}, dim_{dim}, dtype_{dtype}, count_{where_, rows} {
+      : where_{printable(location.file)},
+        words_{options.words},
+        header_{header},
+        blank_{is_tsv(location.file) ? '\t' : ' '},
+        dim_{dim},
+        dtype_{dtype},
+        count_{where_, rows} {
     if (!location.selector.empty())
       throw InvalidArgument(fmt::format("{}:{}: a text file holds one table; leave '{}' out", where_,
                                         printable(location.selector), printable(location.selector)));
@@ -563,7 +628,7 @@ class TextVectorWriter final : public RowWriter {
           std::string& text = texts_[p];
           text.clear();
           for (std::uint64_t i = p * piece; i < std::min(here, (p + 1) * piece); ++i)
-            format_text_row(names_[i], dtype_, rows + (done + i) * row_bytes, dim_, text);
+            format_text_row(names_[i], dtype_, rows + (done + i) * row_bytes, dim_, text, blank_);
         }
       });
       for (std::uint64_t p = 0; p * piece < here; ++p) append(texts_[p]);
@@ -594,6 +659,7 @@ class TextVectorWriter final : public RowWriter {
   std::string where_;
   WordSource words_;
   bool header_;
+  char blank_;  // between word and numbers
   std::uint64_t dim_;
   DType dtype_;
   RowCount count_;
@@ -664,9 +730,12 @@ Fit fit_word2vec_text(const File& file, std::span<const std::byte> head) {
 
 Fit fit_glove(const File& file, std::span<const std::byte> head) {
   const Beginning text = beginning(file, head);
-  // A word may hold spaces, so that of three lines one that is plain is enough.
-  for (std::size_t i = 0; i < text.lines.size(); ++i)
-    if (leading_numbers(text.lines[i], text.cut && i + 1 == text.lines.size())) return Fit::kPossible;
+  // A word may hold spaces, so that of three lines one that is plain is enough, or one that ends with numbers.
+  for (std::size_t i = 0; i < text.lines.size(); ++i) {
+    const bool cut = text.cut && i + 1 == text.lines.size();
+    if (leading_numbers(text.lines[i], cut)) return Fit::kPossible;
+    if (!cut && text.lines[i].find('\0') == std::string_view::npos && numbers_at_end(text.lines[i]) > 0) return Fit::kPossible;
+  }
   return Fit::kNo;
 }
 

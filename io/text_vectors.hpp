@@ -20,14 +20,17 @@ std::optional<Word2vecHeader> parse_word2vec_header(std::string_view line);
 // How many numbers a line may have at most: fields behind its first one, which is (the beginning of) a word.
 std::uint64_t count_numbers(std::string_view line);
 
-// Parses a line without its end into `dim` numbers of float32 or float64. The word is what stands before them, and may hold
-// blanks unless numbers alone follow its first part: those are numbers too many. Blanks are spaces and tabs; those at the end are
-// ignored. Returns what is wrong, empty if nothing is.
+// Parses a line without its end into `dim` numbers of float32 or float64. The word is what stands before them and one blank, and
+// may hold, begin and end with blanks, unless numbers alone follow its first part: those are numbers too many. Where numbers are
+// more than one blank apart, columns are aligned, and no blanks end the word. Blanks are spaces and tabs; those at the end of the
+// line are ignored. Returns what is wrong, empty if nothing is.
 template <class T>
 std::string parse_text_row(std::string_view line, std::uint64_t dim, T* out, std::string_view& word);
 
-// Appends "word 0.1 -2 nan\n": the shortest numbers that are read as the same bits again (NaN: as some NaN).
-void format_text_row(std::string_view word, DType dtype, const std::byte* row, std::uint64_t dim, std::string& out);
+// Appends "word 0.1 -2 nan\n", with `blank` between its parts: the shortest numbers that are read as the same bits again (NaN: as
+// some NaN).
+void format_text_row(std::string_view word, DType dtype, const std::byte* row, std::uint64_t dim, std::string& out,
+                     char blank = ' ');
 
 // Why a line with this word would not be read as this word again; empty if it would. With `spaces`, blanks inside are possible.
 std::string text_word_obstacle(std::string_view word, bool spaces);

@@ -96,9 +96,19 @@ std::string_view kind_text(Kind kind) {
 
 class Machine {
  public:
-  Machine(const std::filesystem::path& file, std::span<const std::byte> code) : file_{file}, code_{code} {}
+  // With `partial`, more of `code` may follow: Ended where it is too short.
+  Machine(const std::filesystem::path& file, std::span<const std::byte> code, bool partial = false)
+      : file_{file}, code_{code}, partial_{partial} {}
+
+  struct Ended {};
 
   std::vector<TorchTensor> run() {
+    collect(value());
+    return std::move(found_);
+  }
+
+  // The object of the pickle; `used()` bytes are its.
+  Ref value() {
     for (;;) {
       const std::size_t place = at_;
       const unsigned op = byte();
@@ -106,9 +116,25 @@ class Machine {
       if (!step(op)) fail(fmt::format("instruction 0x{:02x} at byte {} is not known here", op, place));
     }
     if (stack_.size() != 1 || !marks_.empty()) fail(fmt::format("{} values are left at its end, not one", stack_.size()));
-    collect(stack_.back());
-    return std::move(found_);
+    return stack_.back();
   }
+  std::size_t used() const { return at_; }
+
+  // Nothing for what is no whole number.
+  std::optional<std::int64_t> whole_number(Ref ref) const {
+    return node(ref).kind == Kind::kInteger ? std::optional(node(ref).number) : std::nullopt;
+  }
+  std::vector<std::string> texts(Ref ref) const {
+    if (node(ref).kind != Kind::kList) fail(fmt::format("the list of storages is {}", kind_text(node(ref).kind)));
+    std::vector<std::string> out;
+    for (const Ref item : node(ref).items) {
+      if (node(item).kind != Kind::kText) fail(fmt::format("the key of a storage is {}", kind_text(node(item).kind)));
+      out.push_back(node(item).text);
+    }
+    return out;
+  }
+  // Storages that were named, by key.
+  const std::unordered_map<std::string, LegacyTorch::Storage>& storages() const { return storages_; }
 
  private:
   [[noreturn]] void fail(std::string_view what) const { throw FormatError(file_, fmt::format("torch pickle: {}", what)); }
@@ -124,6 +150,7 @@ class Machine {
   // ---- bytes ----
 
   std::span<const std::byte> take(std::uint64_t bytes) {
+    if (bytes > code_.size() - at_ && partial_) throw Ended{};
     if (bytes > code_.size() - at_) fail(fmt::format("it ends inside a value of {} bytes at byte {} (truncated?)", bytes, at_));
     const auto out = code_.subspan(at_, bytes);
     at_ += bytes;
@@ -143,6 +170,7 @@ class Machine {
   std::string line() {
     const auto rest = code_.subspan(at_);
     const auto end = std::find(rest.begin(), rest.end(), std::byte{'\n'});
+    if (end == rest.end() && rest.size() <= 1000 && partial_) throw Ended{};
     if (end == rest.end() || end - rest.begin() > 1000) fail(fmt::format("no name ends behind byte {}", at_));
     std::string out = text(static_cast<std::uint64_t>(end - rest.begin()));
     ++at_;
@@ -356,6 +384,7 @@ class Machine {
   void global(const std::string& module, const std::string& name) {
     const std::string full = fmt::format("{} {}", module, name);
     constexpr std::array kAllowed{"collections OrderedDict"sv,
+                                  "torch._utils _rebuild_tensor"sv,
                                   "torch._utils _rebuild_tensor_v2"sv,
                                   "torch._utils _rebuild_tensor_v3"sv,
                                   "torch._utils _rebuild_parameter"sv,
@@ -407,7 +436,7 @@ class Machine {
       if (held_ > 2 * kMostValues) fail(fmt::format("more than {} entries", 2 * kMostValues));
       return make(Kind::kDict, 0, {}, std::move(items));
     }
-    if (name == "torch._utils _rebuild_tensor_v2") {
+    if (name == "torch._utils _rebuild_tensor" || name == "torch._utils _rebuild_tensor_v2") {
       need(4);
       plain(given, 6);
       return tensor(given, {});
@@ -465,6 +494,10 @@ class Machine {
       if (known == nullptr) refuse(type, "has a storage of");
       dtype_name = known->dtype;
     }
+    if (id.items.size() > 5 && node(id.items[5]).kind != Kind::kNone)
+      fail("a storage that is a part of another one; load the file with torch and torch.save() it again");
+    storages_.insert_or_assign(
+        key.text, LegacyTorch::Storage{key.text, static_cast<std::uint64_t>(elements.number), torch_item_size(dtype_name)});
     const Ref dtype_ref = make(Kind::kText, 0, std::move(dtype_name));
     push(make(Kind::kStorage, elements.number, key.text, {dtype_ref}));
   }
@@ -577,12 +610,14 @@ class Machine {
 
   const std::filesystem::path& file_;
   std::span<const std::byte> code_;
+  bool partial_;
   std::size_t at_ = 0;
   std::deque<Node> nodes_;  // references stay good while others are made
   std::vector<Ref> stack_;
   std::vector<std::size_t> marks_;
   std::unordered_map<std::uint64_t, Ref> memo_;
   std::vector<TorchTensor> tensors_, found_;
+  std::unordered_map<std::string, LegacyTorch::Storage> storages_;
   std::uint64_t held_ = 0, names_bytes_ = 0;
 };
 
@@ -622,6 +657,39 @@ std::uint64_t torch_item_size(std::string_view dtype) {
 
 std::vector<TorchTensor> read_torch_pickle(const std::filesystem::path& file, std::span<const std::byte> pickle) {
   return Machine(file, pickle).run();
+}
+
+std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, std::span<const std::byte> head, bool whole) {
+  LegacyTorch out;
+  const auto rest = [&] { return head.subspan(out.data); };
+  try {
+    Machine magic(file, rest(), !whole);
+    magic.value();  // whoever calls has looked at it
+    out.data += magic.used();
+    Machine version(file, rest(), !whole);
+    constexpr std::int64_t kVersion = 1001;
+    if (const auto number = version.whole_number(version.value()); number != kVersion)
+      throw FormatError(file, fmt::format("is a file of torch before 1.6 of version {}, which is not known here ({} is)",
+                                          number ? fmt::format("{}", *number) : "'none'", kVersion));
+    out.data += version.used();
+    Machine system(file, rest(), !whole);  // byte order and widths of the writer, which mean nothing for the file
+    system.value();
+    out.data += system.used();
+    Machine saved(file, rest(), !whole);
+    out.tensors = saved.run();
+    out.data += saved.used();
+    Machine list(file, rest(), !whole);
+    for (const std::string& key : list.texts(list.value())) {
+      const auto named = saved.storages().find(key);
+      if (named == saved.storages().end())
+        throw FormatError(file, fmt::format("torch pickle: a storage '{}' that no tensor has", printable(key.substr(0, 80))));
+      out.storages.push_back(named->second);
+    }
+    out.data += list.used();
+  } catch (const Machine::Ended&) {
+    return std::nullopt;
+  }
+  return out;
 }
 
 std::string format_torch_pickle(std::string_view name, std::uint64_t rows, std::uint64_t dim, DType dtype) {

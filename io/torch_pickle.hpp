@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -32,6 +33,22 @@ std::uint64_t torch_item_size(std::string_view dtype);
 // the name), counts that contradict each other, a tensor outside of its storage, more than 4 Mi values, 64 levels, or a million
 // entries.
 std::vector<TorchTensor> read_torch_pickle(const std::filesystem::path& file, std::span<const std::byte> pickle);
+
+// What a file of torch before 1.6, or of _use_new_zipfile_serialization=False, begins with: five pickles, one behind the other.
+// From byte `data` on lie the storages in this order: the number of elements, int64, then the elements, all little-endian.
+struct LegacyTorch {
+  struct Storage {
+    std::string key;
+    std::uint64_t elements = 0, item_bytes = 0;
+  };
+  std::vector<TorchTensor> tensors;
+  std::vector<Storage> storages;
+  std::uint64_t data = 0;
+};
+
+// `head`: the first bytes of such a file. Nothing where they end inside the pickles, unless they are the `whole` file. Otherwise
+// as read_torch_pickle().
+std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, std::span<const std::byte> head, bool whole);
 
 // A pickle of protocol 2 that torch.load(weights_only=True) reads: an OrderedDict with one tensor of this shape (C order) under
 // `name`, whose storage has the key "0".

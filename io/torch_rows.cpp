@@ -1,9 +1,12 @@
-// torch.save() files: zip archives of a pickle and the storages of its tensors.
+// torch.save() files: zip archives of a pickle and the storages of its tensors, or, before torch 1.6, the same without an
+// archive.
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -23,13 +26,21 @@ using namespace std::string_view_literals;
 
 constexpr std::uint64_t kLargestPickle = 256_MiB;
 constexpr std::string_view kPickle = "/data.pkl";
-// A long integer that files of torch before 1.6 begin with, as pickle writes it.
-constexpr std::string_view kLegacyMagic = "\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"sv;
+// A long integer that files of torch before 1.6 begin with, as pickle writes it behind the protocol's number and a frame.
+constexpr std::string_view kLegacyMagic = "\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"sv;
 
 bool starts_with(std::span<const std::byte> head, std::string_view magic) {
   return head.size() >= magic.size() && std::equal(magic.begin(), magic.end(), head.begin(), [](char a, std::byte b) {
            return static_cast<unsigned char>(a) == std::to_integer<unsigned char>(b);
          });
+}
+
+bool begins_like_legacy(std::span<const std::byte> head) {
+  if (!starts_with(head, "\x80")) return false;
+  constexpr std::size_t kProtocol = 2, kFrame = 9;
+  for (const std::size_t place : {kProtocol, kProtocol + kFrame})
+    if (head.size() >= place && starts_with(head.subspan(place), kLegacyMagic)) return true;
+  return false;
 }
 
 // The folder in the archive that all records of torch lie in; nothing if it is no archive of torch's.
@@ -42,44 +53,46 @@ std::optional<std::string> prefix_of(const ZipDirectory& directory) {
   return std::nullopt;
 }
 
+// Where the elements of a storage lie: a member of the archive, or bytes of the file.
+struct StoragePlace {
+  const ZipMember* member = nullptr;
+  std::uint64_t offset = 0, bytes = 0;
+};
+
 struct Archive {
-  explicit Archive(const std::filesystem::path& path) : file{File::open(path, File::Mode::kRead)}, directory{check(file)} {
-    const auto found = prefix_of(directory);
+  explicit Archive(const std::filesystem::path& path) : file{File::open(path, File::Mode::kRead)} {
+    std::array<std::byte, 512> buffer;
+    const auto head = std::span<const std::byte>(buffer).first(file.read_some(0, buffer));
+    if (begins_like_legacy(head)) {
+      read_legacy();
+      return;
+    }
+    if (!begins_like_zip(head)) {
+      const std::string what = looks_like(head);
+      throw FormatError(path, fmt::format("is no file of torch.save(){}{}", what.empty() ? "" : "; it looks like ", what));
+    }
+    directory.emplace(file);
+    const auto found = prefix_of(*directory);
     if (!found) throw FormatError(path, "is no file of torch.save(): there is no data.pkl in it");
     prefix = *found;
-    if (directory.find(prefix + "/constants.pkl") != nullptr)
+    if (directory->find(prefix + "/constants.pkl") != nullptr)
       throw FormatError(path,
                         "is a TorchScript program, which is not read here; save the state_dict of the model with torch.save()");
-    if (const ZipMember* const order = directory.find(prefix + "/byteorder")) {
+    if (const ZipMember* const order = directory->find(prefix + "/byteorder")) {
       const std::string text = record(*order, 16);
       if (text != "little" && text != "big")
         throw FormatError(path, fmt::format("its byte order is '{}', neither 'little' nor 'big'", printable(text)));
       swap = text == "big";
     }
-    const std::string pickle = record(*directory.find(prefix + std::string(kPickle)), kLargestPickle);
+    const std::string pickle = record(*directory->find(prefix + std::string(kPickle)), kLargestPickle);
     tensors = read_torch_pickle(path, std::as_bytes(std::span(pickle)));
-  }
-
-  static const File& check(const File& file) {
-    std::array<std::byte, 512> buffer;
-    const auto head = std::span<const std::byte>(buffer).first(file.read_some(0, buffer));
-    if (starts_with(head, kLegacyMagic))
-      throw FormatError(
-          file.path(),
-          "is a file of torch before 1.6 (or of _use_new_zipfile_serialization=False), one pickle without an archive, "
-          "which is not read here; load it with torch and torch.save() it again");
-    if (!begins_like_zip(head)) {
-      const std::string what = looks_like(head);
-      throw FormatError(file.path(), fmt::format("is no file of torch.save(){}{}", what.empty() ? "" : "; it looks like ", what));
-    }
-    return file;
   }
 
   std::string record(const ZipMember& member, std::uint64_t most) const {
     if (member.bytes > most)
       throw FormatError(file.path(), fmt::format("its '{}' has {} bytes, more than the {} accepted", printable(member.name),
                                                  member.bytes, most));
-    ZipMemberReader reader(file, directory, member, /*check=*/false);
+    ZipMemberReader reader(file, *directory, member, /*check=*/false);
     // By pieces: what a small deflated member says of its size is not believed before it is there.
     std::string out;
     while (out.size() < member.bytes) {
@@ -90,12 +103,56 @@ struct Archive {
     return out;
   }
 
-  const ZipMember* storage(const TorchTensor& tensor) const {
-    return directory.find(fmt::format("{}/data/{}", prefix, tensor.storage));
+  // A file without an archive: pickles, then the storages.
+  void read_legacy() {
+    const std::uint64_t size = file.size();
+    std::optional<LegacyTorch> found;
+    std::vector<std::byte> head;
+    for (std::uint64_t most = 64_KiB; !found; most *= 8) {  // pickles are small, and nothing tells how small
+      if (most > 8 * kLargestPickle)
+        throw FormatError(file.path(), fmt::format("its pickles have more than the {} bytes accepted", kLargestPickle));
+      const std::uint64_t bytes = std::min({size, most, kLargestPickle});
+      const std::uint64_t held = head.size();
+      head.resize(bytes);
+      file.read(held, std::span(head).subspan(held));
+      found = read_legacy_torch(file.path(), head, bytes == size);
+    }
+    tensors = std::move(found->tensors);
+    std::uint64_t at = found->data;
+    for (const LegacyTorch::Storage& storage : found->storages) {
+      std::array<std::byte, 8> number{};
+      if (size - at < number.size())
+        throw FormatError(file.path(), fmt::format("truncated: the storage '{}' was to begin at byte {} of {}",
+                                                   printable(storage.key), at, size));
+      file.read(at, number);
+      at += number.size();
+      std::uint64_t elements = 0, bytes = 0;
+      for (std::size_t i = number.size(); i-- > 0;) elements = elements << 8 | std::to_integer<std::uint64_t>(number[i]);
+      if (elements != storage.elements)
+        throw FormatError(file.path(), fmt::format("the storage '{}' at byte {} has {} elements, its tensors say {}",
+                                                   printable(storage.key), at, elements, storage.elements));
+      if (__builtin_mul_overflow(elements, storage.item_bytes, &bytes) || bytes > size - at)
+        throw FormatError(file.path(), fmt::format("truncated: the storage '{}' has {} elements of {} bytes from byte {} on; the "
+                                                   "file has {} bytes",
+                                                   printable(storage.key), elements, storage.item_bytes, at, size));
+      places.insert_or_assign(storage.key, StoragePlace{nullptr, at, bytes});
+      at += bytes;
+    }
+  }
+
+  std::optional<StoragePlace> storage(const TorchTensor& tensor) const {
+    if (!directory) {
+      const auto found = places.find(tensor.storage);
+      return found == places.end() ? std::nullopt : std::optional(found->second);
+    }
+    const ZipMember* const member = directory->find(fmt::format("{}/data/{}", prefix, tensor.storage));
+    if (member == nullptr) return std::nullopt;
+    return StoragePlace{member, 0, member->bytes};
   }
 
   File file;
-  ZipDirectory directory;
+  std::optional<ZipDirectory> directory;            // nothing: a file without an archive
+  std::map<std::string, StoragePlace> places = {};  // of such a file
   std::string prefix;
   bool swap = false;
   std::vector<TorchTensor> tensors;
@@ -116,8 +173,9 @@ std::string layout_of(const Archive& archive, const TorchTensor& tensor) {
   for (std::size_t i = 0; i < dense.size(); ++i)
     contiguous = contiguous && (tensor.shape[i] <= 1 || tensor.strides[i] == dense[i]);
   out = contiguous ? "contiguous" : fmt::format("strides {}", shape_to_text(tensor.strides));
-  if (const ZipMember* const member = archive.storage(tensor); member != nullptr && member->method != ZipMember::kStored)
-    out += fmt::format(", {}", member->method_text());
+  if (const auto place = archive.storage(tensor);
+      place && place->member != nullptr && place->member->method != ZipMember::kStored)
+    out += fmt::format(", {}", place->member->method_text());
   if (archive.swap) out += ", big-endian";
   return out;
 }
@@ -148,24 +206,32 @@ class TorchRowReader final : public RowReader {
     rows_ = rows;
     dim_ = dim;
     dtype_ = element->dtype;
-    const ZipMember* const member = archive_->storage(tensor);
-    if (member == nullptr)
+    remark_on_shape(remarks_, where_, tensor.shape);
+    const std::optional<StoragePlace> place = archive_->storage(tensor);
+    if (!place)
       throw FormatError(location.file,
                         fmt::format("the storage '{}' of '{}' is not in it", printable(tensor.storage), printable(tensor.name)));
     const std::uint64_t item = item_size(dtype_);
-    if (tensor.storage_elements > member->bytes / item)
+    if (tensor.storage_elements > place->bytes / item)
       throw FormatError(location.file, fmt::format("the storage '{}' of '{}' has {} bytes, not {} elements of {} bytes",
-                                                   printable(tensor.storage), printable(tensor.name), member->bytes,
+                                                   printable(tensor.storage), printable(tensor.name), place->bytes,
                                                    tensor.storage_elements, item));
-    // torch can be told to leave checksums out, and does not look at them itself.
-    reader_ = std::make_unique<ZipMemberReader>(archive_->file, archive_->directory, *member, /*check=*/false);
+    ReadBytes source;
+    if (place->member == nullptr) {
+      source = [file = &archive_->file, begin = place->offset](std::uint64_t offset, std::span<std::byte> out) {
+        file->read(begin + offset, out);
+      };
+    } else {
+      // torch can be told to leave checksums out, and does not look at them itself.
+      reader_ = std::make_unique<ZipMemberReader>(archive_->file, *archive_->directory, *place->member, /*check=*/false);
+      source = [this](std::uint64_t offset, std::span<std::byte> out) { reader_->read(offset, out); };
+    }
     // All elements lie in the storage (checked when the pickle was read), and that in the file: no product is past 64 bits, but
     // for strides that are never taken.
     std::vector<std::uint64_t> strides;
     for (std::size_t i = 0; i < tensor.shape.size(); ++i)
       strides.push_back(tensor.shape[i] <= 1 ? item : tensor.strides[i] * item);
-    strided_ = StridedRows([this](std::uint64_t offset, std::span<std::byte> out) { reader_->read(offset, out); },
-                           strided_layout(tensor.shape, strides, tensor.offset * item, *element));
+    strided_ = StridedRows(std::move(source), strided_layout(tensor.shape, strides, tensor.offset * item, *element));
   }
   TorchRowReader(const TorchRowReader&) = delete;
   TorchRowReader& operator=(const TorchRowReader&) = delete;
@@ -241,7 +307,7 @@ class TorchRowWriter final : public RowWriter {
 }  // namespace
 
 Fit fit_torch(const File& file, std::span<const std::byte> head) {
-  if (starts_with(head, kLegacyMagic)) return Fit::kCertain;  // the reader says what it is
+  if (begins_like_legacy(head)) return Fit::kCertain;
   return begins_like_zip(head) && prefix_of(ZipDirectory(file)) ? Fit::kCertain : Fit::kNo;
 }
 

@@ -48,10 +48,12 @@ class Word2vecBinaryReader final : public RowReader {
       throw FormatError(location.file, fmt::format("its rows have {} columns, not {}", dim_, options.dim));
     // A row takes its numbers and a space at least, so no length is taken on the file's word.
     if (rows_ > 0 && (dim_ > size / 4 || rows_ > size / (4 * dim_ + 1)))
-      throw FormatError(location.file, fmt::format("says it has {} rows of {} float32, more than a file of {} can hold", rows_,
-                                                   dim_, format_size(size)));
+      throw FormatError(location.file,
+                        fmt::format("says it has {} rows of {} float32, more than a file of {} can hold: at most {}", rows_, dim_,
+                                    format_size(size), dim_ > size / 4 ? 0 : size / (4 * dim_ + 1)));
     index_.add(0, stream_.position());
     if (rows_ == 0) check_end();
+    if (rows_ > 1) look_for_newlines();
   }
   Word2vecBinaryReader(const Word2vecBinaryReader&) = delete;
   Word2vecBinaryReader& operator=(const Word2vecBinaryReader&) = delete;
@@ -75,6 +77,17 @@ class Word2vecBinaryReader final : public RowReader {
   }
 
  private:
+  // Whether rows end with a newline: the first one tells. A row without one then is a row that lost or gained bytes.
+  void look_for_newlines() {
+    const std::uint64_t begin = stream_.position();
+    const auto word = stream_.take_until(' ', kLongestWord + 1);
+    if (word && stream_.left() > 4 * dim_) {
+      stream_.skip(4 * dim_);
+      newlines_ = stream_.peek_text(1).front() == '\n';
+    }
+    stream_.seek(begin);
+  }
+
   void go_to(std::uint64_t row) {
     if (row == next_) return;
     const RowIndex::Place place = index_.before(row);
@@ -92,6 +105,12 @@ class Word2vecBinaryReader final : public RowReader {
   // Makes sure that the numbers are there as well. After an error the stream is at the row again.
   std::string_view take_word() {
     const std::uint64_t begin = stream_.position();
+    if (newlines_ && next_ > 0 && stream_.left() > 0 && stream_.peek_text(1).front() != '\n')
+      throw FormatError(
+          file_.path(),
+          fmt::format("row {} does not end with a newline at byte {}, as those before it do: bytes of it are missing, "
+                      "or too many",
+                      next_ - 1, begin));
     // Newlines are not part of words: they end the row before.
     while (stream_.left() > 0 && stream_.peek_text(1).front() == '\n') stream_.skip(1);
     const std::uint64_t word_begin = stream_.position();
@@ -106,6 +125,16 @@ class Word2vecBinaryReader final : public RowReader {
       stream_.seek(begin);
       throw FormatError(file_.path(), fmt::format("says it has {} rows; it ends {} bytes behind {}", rows_, left,
                                                   next_ == 0 ? "its first line" : fmt::format("row {}", next_ - 1)));
+    }
+    // What no word holds shows that this is none, but numbers.
+    if (const std::size_t odd = word->find_first_of(std::string_view("\0\n", 2)); odd != std::string_view::npos) {
+      const char* const what = (*word)[odd] == '\0' ? "zero byte" : "newline";
+      stream_.seek(begin);
+      throw FormatError(
+          file_.path(),
+          fmt::format("the word of row {}, from byte {} on, holds a {}: bytes of a row before it are missing, or too "
+                      "many",
+                      next_, word_begin, what));
     }
     return *word;
   }
@@ -125,6 +154,7 @@ class Word2vecBinaryReader final : public RowReader {
   WordSink words_;
   FileStream stream_{file_, 0, 0};
   RowIndex index_;
+  bool newlines_ = false;   // behind every row
   std::uint64_t next_ = 0;  // row that begins at the stream's position
 };
 

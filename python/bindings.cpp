@@ -281,38 +281,52 @@ LocationOptions location_options(const std::optional<std::string>& format, Locat
 std::string text_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
 // `vocabulary`: as WordTransfer::Options has it; `beside`: the table, beside which it lies by default.
-Table import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const AnyOptimizer& optimizer,
-                  std::uint64_t page_bytes, std::uint64_t memory, bool allow_external, const std::optional<std::string>& format,
-                  std::uint64_t dim, std::uint64_t offset, const nb::bytes& vocabulary, const nb::bytes& beside,
-                  const nb::object& callback) {
+nb::list texts_of(const std::vector<Remark>& remarks) {
+  nb::list out;
+  for (const Remark& remark : remarks) out.append(text_of(std::string_view(remark.text)));
+  return out;
+}
+
+// Returns (table, infinite, zero, remarks).
+nb::tuple import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype,
+                      const AnyOptimizer& optimizer, std::uint64_t page_bytes, std::uint64_t memory, bool allow_external,
+                      const std::optional<std::string>& format, std::uint64_t dim, std::uint64_t offset,
+                      const nb::bytes& vocabulary, const nb::bytes& beside, const nb::object& callback) {
   const Location location =
       parse_location({source.c_str(), source.size()}, location_options(format, LocationOptions::Use::kRead));
   const std::string named = text_of(vocabulary), table_path = text_of(beside);
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
-  const nb::gil_scoped_release release;
-  WordTransfer words({.vocabulary = named,
-                      .source_has_words = format_has_words(location.format),
-                      .source = location.file,
-                      .destination = table_path,
-                      .overwrite = named.empty()});  // one that is there while the table is not was left behind
-  const auto reader = open_rows_as(
-      location, wanted,
-      {.dtype = std::nullopt, .allow_external = allow_external, .words = words.sink(), .dim = dim, .offset = offset});
-  TableOptions options;
-  options.dtype = wanted.value_or(reader->dtype());
-  options.optimizer = optimizer.value;
-  options.page_bytes = page_bytes;
-  options.memory = memory;
-  words.begin(reader->rows());
-  const Table table = store.import(name, *reader, options, progress);
-  try {
-    words.finish();
-  } catch (...) {
-    store.remove(name);
-    throw;
-  }
-  return table;
+  ConversionReport report;
+  std::vector<Remark> remarks;
+  const auto run = [&] {
+    const nb::gil_scoped_release release;
+    WordTransfer words({.vocabulary = named,
+                        .source_has_words = format_has_words(location.format),
+                        .source = location.file,
+                        .destination = table_path,
+                        .overwrite = named.empty()});  // one that is there while the table is not was left behind
+    const auto reader = open_rows_as(
+        location, wanted,
+        {.dtype = std::nullopt, .allow_external = allow_external, .words = words.sink(), .dim = dim, .offset = offset});
+    TableOptions options;
+    options.dtype = wanted.value_or(reader->dtype());
+    options.optimizer = optimizer.value;
+    options.page_bytes = page_bytes;
+    options.memory = memory;
+    words.begin(reader->rows());
+    remarks = reader->remarks();
+    Table table = store.import(name, *reader, options, progress, &report);
+    try {
+      words.finish();
+    } catch (...) {
+      store.remove(name);
+      throw;
+    }
+    return table;
+  };
+  Table table = run();
+  return nb::make_tuple(std::move(table), report.became_infinite, report.became_zero, texts_of(remarks));
 }
 
 // --- table ----------------------------------------------------------------------------------------------------------
@@ -731,8 +745,12 @@ void bind_store(nb::module_& m) {
       .def_prop_ro("closed", &Store::closed)
       .def("create", &create_table, "name"_a, "rows"_a, "dim"_a, "dtype"_a, "optimizer"_a.none(), "init"_a, "seed"_a,
            "page_bytes"_a, "memory"_a)
-      .def("import_file", &import_file, "name"_a, "source"_a, "dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a, "memory"_a,
-           "allow_external"_a, "format"_a.none(), "dim"_a, "offset"_a, "vocabulary"_a, "beside"_a, "progress"_a.none())
+      .def("import_file", &import_file,
+           nb::sig("def import_file(self, name: str, source: bytes, dtype: str | None, optimizer: tuple[str, dict[str, Any]] | "
+                   "None, page_bytes: int, memory: int, allow_external: bool, format: str | None, dim: int, offset: int, "
+                   "vocabulary: bytes, beside: bytes, progress: object | None) -> tuple[Table, int, int, list[str]]"),
+           "name"_a, "source"_a, "dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a, "memory"_a, "allow_external"_a,
+           "format"_a.none(), "dim"_a, "offset"_a, "vocabulary"_a, "beside"_a, "progress"_a.none())
       .def(
           "adopt",
           [](Store& s, std::string_view name, const std::filesystem::path& file, bool writable, const Dtype& dtype) {
@@ -804,6 +822,7 @@ class FileRows {
   std::string dtype() const { return std::string(dtype_name(open().dtype())); }
   std::uint64_t block_rows() const { return open().block_rows(); }
   std::string description() const { return open().description(); }
+  nb::list remarks() const { return texts_of(open().remarks()); }
   void read(std::uint64_t first, std::uint64_t count, const WritableBytes& out) {
     const std::span<std::byte> to = bytes_of(out);
     const nb::gil_scoped_release release;
@@ -845,7 +864,8 @@ nb::list list_file(const nb::bytes& file, const std::optional<std::string>& form
   return out;
 }
 
-// Rows [first, end) of a file to another one; end 2^64 - 1: all. Returns (rows, dim, source dtype, dtype, infinite, zero).
+// Rows [first, end) of a file to another one; end 2^64 - 1: all. Returns (rows, dim, source dtype, dtype, infinite, zero,
+// remarks).
 nb::tuple convert_file(const nb::bytes& source_text, const nb::bytes& destination_text, const Dtype& dtype,
                        const Dtype& source_dtype, std::uint64_t first, std::uint64_t end, bool overwrite, std::optional<int> gzip,
                        const std::optional<std::string>& from, const std::optional<std::string>& to_format,
@@ -861,6 +881,7 @@ nb::tuple convert_file(const nb::bytes& source_text, const nb::bytes& destinatio
   std::uint64_t rows = 0, columns = 0;
   DType read_as{}, written_as{};
   ConversionReport report;
+  std::vector<Remark> remarks;
   {
     const nb::gil_scoped_release release;
     std::error_code ignored;
@@ -889,6 +910,7 @@ nb::tuple convert_file(const nb::bytes& source_text, const nb::bytes& destinatio
     columns = reader->dim();
     read_as = reader->dtype();
     written_as = wanted.value_or(read_as);
+    remarks = reader->remarks();
     words.begin(rows);
     const auto writer = create_rows(destination, rows, columns, written_as,
                                     {.overwrite = overwrite, .gzip = gzip.value_or(-1), .words = words.source()});
@@ -902,7 +924,7 @@ nb::tuple convert_file(const nb::bytes& source_text, const nb::bytes& destinatio
     }
   }
   return nb::make_tuple(rows, columns, std::string(dtype_name(read_as)), std::string(dtype_name(written_as)),
-                        report.became_infinite, report.became_zero);
+                        report.became_infinite, report.became_zero, texts_of(remarks));
 }
 
 void bind_files(nb::module_& m) {
@@ -914,6 +936,7 @@ void bind_files(nb::module_& m) {
       .def_prop_ro("dtype", &FileRows::dtype)
       .def_prop_ro("block_rows", &FileRows::block_rows)
       .def_prop_ro("description", &FileRows::description)
+      .def_prop_ro("remarks", &FileRows::remarks, nb::sig("def remarks(self) -> list[str]"))
       .def("read", &FileRows::read, "first"_a, "count"_a, "out"_a.noconvert())
       .def("close", &FileRows::close);
   m.def("list_file", &list_file,
@@ -924,7 +947,7 @@ void bind_files(nb::module_& m) {
       nb::sig("def convert_file(source: bytes, destination: bytes, dtype: str | None, source_dtype: str | None, first: int, end: "
               "int, overwrite: bool, gzip: int | None, source_format: str | None, destination_format: str | None, vocabulary: "
               "bytes, dim: int, offset: int, allow_external: bool, memory: int, progress: object | None) -> tuple[int, int, str, "
-              "str, int, int]"),
+              "str, int, int, list[str]]"),
       "source"_a, "destination"_a, "dtype"_a.none(), "source_dtype"_a.none(), "first"_a, "end"_a, "overwrite"_a, "gzip"_a.none(),
       "source_format"_a.none(), "destination_format"_a.none(), "vocabulary"_a, "dim"_a, "offset"_a, "allow_external"_a,
       "memory"_a, "progress"_a.none());

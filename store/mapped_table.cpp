@@ -97,6 +97,17 @@ bool MappedTable::has_rows(std::span<const std::uint64_t> ids) const noexcept {
          std::none_of(ids.begin(), ids.end(), [&](std::uint64_t id) { return is_logged(geometry_.page_of(id)); });
 }
 
+void MappedTable::will_need(std::span<const std::uint64_t> ids) const noexcept {
+  constexpr std::size_t kSome = 64;
+  constexpr std::uint64_t kApart = 4;  // one row in so many is together
+  if (ids.size() < kSome) return;
+  const auto [first, last] = std::minmax_element(ids.begin(), ids.end());
+  const std::uint64_t rows = *last - *first + 1;
+  if (rows / kApart > ids.size()) return;
+  const std::uint64_t begin = *first * geometry_.stride;
+  mapping_.will_need(geometry_.data_offset + begin, rows * geometry_.stride);
+}
+
 FrameSource MappedTable::source() const {
   return {.slab = const_cast<std::byte*>(rows()),
           .registered = registered(),

@@ -40,6 +40,8 @@ class MappedTable {
 
   bool has(std::span<const std::uint64_t> pages) const noexcept;
   bool has_rows(std::span<const std::uint64_t> ids) const noexcept;
+  // Before these rows are read: where they lie together, the disk may read ahead.
+  void will_need(std::span<const std::uint64_t> ids) const noexcept;
   const std::byte* rows() const noexcept { return mapping_.data() + geometry_.data_offset; }
   FrameSource source() const;
   void guard() const { mapping_.guard(); }

@@ -43,8 +43,9 @@ LogStats Store::log_stats() const { return impl_->log_stats(); }
 int Store::device() const { return impl_->core()->device; }
 
 Table Store::create(std::string_view name, const TableOptions& options) { return impl_->create(name, options); }
-Table Store::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress) {
-  return impl_->import(name, reader, std::move(options), progress);
+Table Store::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress,
+                    ConversionReport* report) {
+  return impl_->import(name, reader, std::move(options), progress, report);
 }
 Table Store::adopt(std::string_view name, const std::filesystem::path& file, bool writable, std::optional<DType> dtype) {
   return impl_->adopt(name, file, writable, dtype);

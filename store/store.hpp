@@ -156,8 +156,9 @@ class Store {
   Table create(std::string_view name, const TableOptions& options);
   // `progress`, here and in Table, runs with the store's locks held: it must not call the store or its tables.
   // Creates the table and fills it from `reader` before anyone can see it (dtype: converted to options.dtype). rows and dim are
-  // taken from the reader. On failure nothing is left.
-  Table import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress = {});
+  // taken from the reader. `report`, if given, is added what the conversion did to values. On failure nothing is left.
+  Table import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress = {},
+               ConversionReport* report = nullptr);
   // Uses an existing .npy (2-D, C order, either byte order; bfloat16 must be said) where it is; not copied, not changed by this
   // call. Rows are native in memory, and the file keeps its byte order.
   // Writes go to that file unless `writable` is false or the file is not writable.

@@ -10,6 +10,7 @@
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
 #include "base/error.hpp"
+#include "io/convert.hpp"
 #include "io/npy.hpp"
 #include "store/store_impl.hpp"
 
@@ -156,7 +157,8 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   return Table(std::move(table));
 }
 
-Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress) {
+Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress,
+                          ConversionReport* report) {
   const auto guard = lock();
   check_writable();
   options.rows = reader.rows();
@@ -164,6 +166,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   const TableEntry entry = new_entry(name, options);
   const Geometry& geometry = entry.geometry;
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
+  check_free_space(core_->path, data_path(name), geometry.file_bytes());  // all of it will be written
   NewFiles files = new_files(name, entry);
   PageFile file(std::string(name), files.open_data(), PageLedger::create(files.open_pages(), geometry.pages(), /*adopted=*/false),
                 schema, geometry, entry.init, entry.seed, core_->compute, core_->io, [] {}, {.io = core_->page_io});
@@ -182,14 +185,14 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   std::vector<std::byte> converted(reader.dtype() == options.dtype ? 0 : block_rows * weight);
   const AlignedBuffer memory(ceil_div(block_rows, geometry.rows_per_page) * geometry.page_bytes());
   std::vector<PageBuffer> buffers;
-  ConversionReport report;
+  ConversionReport ignored;
   core_->report(progress, 0, geometry.rows);
   for (std::uint64_t first = 0; first < geometry.rows; first += block_rows) {
     const std::uint64_t count = std::min(block_rows, geometry.rows - first);
     reader.read(first, count, source.data());
     const std::byte* weights = source.data();
     if (!converted.empty()) {
-      convert_elements(reader.dtype(), source.data(), options.dtype, converted.data(), count * options.dim, report);
+      convert_rows(reader, first, count, source.data(), options.dtype, converted.data(), report != nullptr ? *report : ignored);
       weights = converted.data();
     }
     if (schema.structured()) file.generate_states(count, memory.data());

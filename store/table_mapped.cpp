@@ -50,6 +50,7 @@ bool TableImpl::gather_mapped(std::span<const std::uint64_t> ids, std::byte* out
   const MappedTable* const mapping = mapped();
   if (mapping == nullptr || !mapping->has_rows(ids)) return false;
   read_mapped(*mapping, [&] {
+    mapping->will_need(ids);
     gather_rows(mapping->rows() + field.offset, entry_.geometry.stride, ids, field.bytes, out, core_->compute);
   });
   rows_mapped_ += ids.size();

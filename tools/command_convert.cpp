@@ -64,7 +64,8 @@ int convert(const Arguments& arguments, const Common& common) {
                         .from = reader->dtype(),
                         .to = to.value_or(reader->dtype()),
                         .report = {},
-                        .seconds = 0};
+                        .seconds = 0,
+                        .remarks = reader->remarks()};
   {
     const std::unique_ptr<RowWriter> writer = create_rows(destination, result.rows, result.dim, result.to, options);
     ProgressLine line("convert", result.dim * item_size(result.to), common.quiet);

@@ -115,7 +115,8 @@ int import(const Arguments& arguments, const Common& common) {
                         .from = reader->dtype(),
                         .to = options.dtype,
                         .report = {},
-                        .seconds = 0};
+                        .seconds = 0,
+                        .remarks = reader->remarks()};
 
   StoreOptions opening = store_options(common, StoreOptions::Mode::kOpenOrCreate);
   opening.memory /= 2;

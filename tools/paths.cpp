@@ -184,14 +184,6 @@ void check_destination(const Location& destination, const std::filesystem::path&
                   lost.size() > shown ? ", ..." : "", printable(file), printable(lost.front())));
 }
 
-void check_free_space(const std::filesystem::path& directory, const std::filesystem::path& file, std::uint64_t bytes) {
-  struct statvfs status {};
-  if (statvfs(directory.c_str(), &status) != 0) throw IoError(errno, "statvfs", directory);
-  const std::uint64_t free = std::uint64_t{status.f_bavail} * status.f_frsize;
-  if (bytes > free && status.f_blocks != 0)  // 0 blocks: a file system that does not count
-    throw IoError(ENOSPC, fmt::format("reserve {} ({} are free) for", format_size(bytes), format_size(free)), file);
-}
-
 void check_source_is_whole(const Location& source, std::uint64_t memory) {
   if (source.format != Location::Format::kNpy) return;
   const std::filesystem::path path = store_of(source.file);

@@ -53,8 +53,4 @@ void check_destination(const Location& destination, const std::filesystem::path&
 // store knows them. Warns if that store cannot be opened, with `memory`, to find out.
 void check_source_is_whole(const Location& source, std::uint64_t memory);
 
-// Throws IoError (ENOSPC, with both numbers) if the file system of `directory` has less than `bytes` free for `file`: known
-// before the disk is full.
-void check_free_space(const std::filesystem::path& directory, const std::filesystem::path& file, std::uint64_t bytes);
-
 }  // namespace embermap::tools

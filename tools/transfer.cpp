@@ -110,6 +110,8 @@ void print_transfer(const Common& common, const TransferResult& result, const Js
   if (infinite != 0 || zero != 0)
     warn(fmt::format("from {} to {} {} values became infinite and {} became zero", dtype_name(result.from), dtype_name(result.to),
                      grouped(infinite), grouped(zero)));
+  for (const Remark& remark : result.remarks)
+    if (remark.doubt) warn(remark.text);
   if (common.json) {
     Json json{{"source", json_text(result.source)},
               {"destination", json_text(result.destination)},
@@ -120,11 +122,14 @@ void print_transfer(const Common& common, const TransferResult& result, const Js
               {"became_infinite", infinite},
               {"became_zero", zero},
               {"seconds", result.seconds}};
+    for (const Remark& remark : result.remarks) json["remarks"].push_back(json_text(remark.text));
     json.update(extra);
     print_json(json);
   } else if (!common.quiet) {
     print(fmt::format("{}: {} x {} {}\n", printable(result.destination), grouped(result.rows), grouped(result.dim),
                       dtype_name(result.to)));
+    for (const Remark& remark : result.remarks)
+      if (!remark.doubt) print(remark.text + "\n");
   }
 }
 

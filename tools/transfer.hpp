@@ -75,13 +75,15 @@ struct TransferResult {
   DType from = DType::kFloat32, to = DType::kFloat32;
   ConversionReport report;
   double seconds = 0;
+  std::vector<Remark> remarks = {};  // of the source
 };
 
 // `memory` / `share` for copying, or more, up to all of it, where a single row takes that: an error then names what the user
 // gave.
 std::uint64_t copy_memory(const RowReader& reader, DType to, std::uint64_t memory, std::uint64_t share);
 
-// Warns about values that became infinite or zero, and prints the result as the options say. `extra` is added to the JSON object.
+// Warns about values that became infinite or zero, and of doubts among the remarks; prints the result, and the other remarks, as
+// the options say. `extra` is added to the JSON object.
 void print_transfer(const Common& common, const TransferResult& result, const Json& extra = Json::object());
 
 }  // namespace embermap::tools

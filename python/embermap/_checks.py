@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from dataclasses import fields
 from numbers import Real
 from typing import Any
@@ -87,3 +88,9 @@ def size(value: object, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f'{name} must be a number of bytes or a text like "8GiB", not {value!r}')
     return integer(value, name)
+
+
+def tell(remarks: list[str]) -> None:
+    """Warn the caller's caller of what rows do not show of the file they come from."""
+    for remark in remarks:
+        warnings.warn(remark, UserWarning, stacklevel=3)

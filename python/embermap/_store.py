@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -350,11 +351,15 @@ class Store:
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables: they wait for this call to end.
 
+        Warns (RuntimeWarning) of values that the new dtype made infinite or zero, and (UserWarning)
+        of what rows do not show: a shape of other than two dimensions, a lossy filter, chunks of
+        HDF5 that were never written.
+
         Raises: FileNotFoundError, FormatError, NotFoundError (nothing of that name in the file),
         TypeError (dtype that does not fit), ValueError (a format that is not known or cannot be
         told, several arrays that could be meant), FileExistsError (table, vocabulary), OSError.
         """
-        handle = self._live.import_file(
+        handle, infinite, zero, remarks = self._live.import_file(
             _table_name(name),
             os.fsencode(src),
             None if dtype is None else _dtypes.dtype_name(dtype),
@@ -369,6 +374,14 @@ class Store:
             os.fsencode(self.path / name),
             progress,
         )
+        _checks.tell(remarks)
+        if infinite or zero:
+            warnings.warn(
+                f"{infinite} values of {os.fsdecode(src)!r} became infinite in "
+                f"{handle.dtype}, {zero} became zero",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return Table(self, handle)
 
     def adopt(

@@ -74,6 +74,13 @@ class Rows:
         """What the rows come from: "model.h5:/v, chunked, gzip"."""
         return self._core.description
 
+    @property
+    def remarks(self) -> list[str]:
+        """What rows do not show of their array, a sentence each: a shape of other than two
+        dimensions, a lossy filter of HDF5, chunks that were never written.
+        """
+        return self._core.remarks
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -260,7 +267,7 @@ def convert(
         progress: called with (done, total) rows; may raise to stop.
 
     Returns {"rows", "dim", "source_dtype", "dtype", "became_infinite", "became_zero"}: the last two
-    count values that the new dtype does not hold.
+    count values that the new dtype does not hold. Warns (UserWarning) of what `Rows.remarks` has.
 
     Raises: as `open`; FileExistsError, TypeError (a value that the dtype cannot hold, by row and
     column), ValueError (src is dst), OSError (a full disk).
@@ -303,5 +310,6 @@ def convert(
         _checks.size(memory, "memory"),
         progress,
     )
+    _checks.tell(found[-1])
     names = ("rows", "dim", "source_dtype", "dtype", "became_infinite", "became_zero")
-    return dict(zip(names, found, strict=True))
+    return dict(zip(names, found[:-1], strict=True))

@@ -209,6 +209,12 @@ def make_torch() -> None:
         + b"xyK\x05e."
     )
     save("torch", "itself", memo)
+    magic = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19."
+    system = b"\x80\x02}" + text("little_endian") + b"\x88s."
+    body = plain.replace(b"K\x0ctQ", b"K\x0cNtQ")
+    keys = b"\x80\x02]" + text("0") + b"a."
+    legacy = magic + b"\x80\x02M\xe9\x03." + system + b"\x80\x02" + body + b"." + keys
+    save("torch", "legacy", legacy)
     save("torch", "system", b"\x80\x02cos\nsystem\n" + text("true") + b"\x85R.")
     save(
         "torch",

@@ -120,7 +120,8 @@ TEST_F(FlatRowsTest, BrokenBinsAreRefused) {
     return error_of<FormatError>([&] { read(open_bin_rows, location("x.u8bin")); });
   };
   EXPECT_THAT(error(bytes(2) + bytes(3) + "abcde"), AllOf(HasSubstr("2 rows of 3 uint8"), HasSubstr("it has 13 bytes")));
-  EXPECT_THAT(error(bytes(2) + bytes(3) + "abcdefg"), HasSubstr("1 bytes follow"));
+  EXPECT_THAT(error(bytes(2) + bytes(3) + "abcdefg"), HasSubstr("1 bytes follow, which would be 2 rows and 1 bytes"));
+  EXPECT_THAT(error(bytes(9) + bytes(3) + "abcdef"), HasSubstr("which would be 2 rows"));
   EXPECT_THAT(error(bytes(0xFFFFFFFF) + bytes(0xFFFFFFFF) + "abc"), HasSubstr("4294967295 rows"));
   EXPECT_THAT(error(bytes(2) + bytes(0)), HasSubstr("no columns"));
   EXPECT_THAT(error("1234567"), HasSubstr("7 bytes"));

@@ -409,7 +409,11 @@ TEST_F(Hdf5Test, LossyFilterIsSaid) {
       H5Pset_scaleoffset(creation, H5Z_SO_FLOAT_DSCALE, 2);
     });
   }
-  EXPECT_THAT(open("x.h5")->description(), HasSubstr("lossy"));
+  const auto reader = open("x.h5");
+  EXPECT_THAT(reader->description(), HasSubstr("lossy"));
+  ASSERT_EQ(reader->remarks().size(), 1U);
+  EXPECT_TRUE(reader->remarks()[0].doubt);
+  EXPECT_THAT(reader->remarks()[0].text, AllOf(HasSubstr("x.h5:/x"), HasSubstr("lossy filter, scaleoffset")));
 }
 
 TEST_F(Hdf5Test, ExternalFilesOnlyIfAllowedBelowTheFolderAndWhole) {

@@ -49,6 +49,20 @@ TEST_F(MappedFileTest, ShowsTheFileAsItIs) {
   EXPECT_FALSE(mapping.failed());
 }
 
+TEST_F(MappedFileTest, WhatWillBeNeededIsReadAheadAndNothingChanges) {
+  const std::uint64_t bytes = 300 * kPage + 5;
+  const File file = make("f", bytes);
+  const MappedFile mapping(file, bytes);
+  const std::string text = file_text(at("f"));
+  for (const std::uint64_t begin : {std::uint64_t{0}, kPage - 1, 200 * kPage, bytes - 1})
+    for (const std::uint64_t length : {std::uint64_t{0}, std::uint64_t{1}, 100 * kPage, bytes, 1000 * kPage})
+      mapping.will_need(begin, length);
+  EXPECT_EQ(std::memcmp(mapping.data(), text.data(), bytes), 0);
+  file.resize(kPage);
+  mapping.will_need(0, bytes);
+  EXPECT_FALSE(mapping.failed());
+}
+
 TEST_F(MappedFileTest, RefusesAFileThatIsTooShort) {
   const File file = make("f", kPage);
   EXPECT_THAT(error_of<FormatError>([&] { MappedFile(file, kPage + 1); }),

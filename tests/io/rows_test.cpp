@@ -1,5 +1,7 @@
 #include "io/rows.hpp"
 
+#include <fmt/format.h>
+
 #include <atomic>
 #include <chrono>
 #include <numeric>
@@ -236,6 +238,10 @@ TEST_F(RowsTest, RowsAreTheFirstOfAnyDimensions) {
     const auto reader = open_rows(location("s.npy"));
     EXPECT_EQ(reader->rows(), rows) << shape;
     EXPECT_EQ(reader->dim(), dim) << shape;
+    ASSERT_EQ(reader->remarks().size(), 1U) << shape;
+    EXPECT_THAT(reader->remarks()[0].text,
+                AllOf(HasSubstr("s.npy"), HasSubstr(fmt::format("{} rows of", rows)), HasSubstr(shape)));
+    EXPECT_FALSE(reader->remarks()[0].doubt);
     for (const std::uint64_t step : {1U, 2U, 1000U}) EXPECT_EQ(read_all<float>(*reader, step), counting(rows * dim)) << shape;
   };
   expect("(3,)", 3, 1);

@@ -67,6 +67,14 @@ TEST_F(Word2vecBinaryTest, FilesThatDoNotMatchTheirHeaderAreRefused) {
   EXPECT_THAT(error("x 2\n" + row), HasSubstr("does not begin"));
   EXPECT_THAT(error(""), HasSubstr("is empty"));
   EXPECT_THAT(error("1 2\n" + std::string(100'000, 'w')), HasSubstr("has no end"));
+  EXPECT_THAT(error("9 2\n" + row), HasSubstr("at most 1"));
+  // A row that lost or gained bytes shifts all behind it.
+  const std::string rows = row + row, four = "4 2\n";
+  EXPECT_THAT(error(four + rows + row.substr(0, 7) + row.substr(8) + row + "xx"),
+              AllOf(HasSubstr("row 2 does not end with a newline at byte 36"), HasSubstr("missing, or too many")));
+  EXPECT_THAT(error(four + rows + "w  " + row.substr(2) + row), HasSubstr("row 2 does not end with a newline"));
+  const std::string bare = "w " + bytes(Numbers{1, 2});
+  EXPECT_THAT(error("4 2\n" + bare + bare.substr(0, 5) + bare.substr(8) + bare + bare + "xxx"), HasSubstr("holds a zero byte"));
   make_file(at("v.bin"), "1 2\n" + row);
   EXPECT_THROW(open_word2vec_binary_rows({at("v.bin"), ""}, {.dtype = DType::kFloat64}), DTypeError);
   EXPECT_THROW(open_word2vec_binary_rows({at("v.bin"), "x"}, {}), NotFound);

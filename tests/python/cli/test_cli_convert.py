@@ -230,6 +230,31 @@ def test_rows_are_the_first_dimension(
         np.testing.assert_array_equal(np.load(tmp_path / "b.npy"), array.reshape(shape[0], -1))
 
 
+def test_what_rows_do_not_show_is_said(cli: Embermap, tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", random_rows(10, 24).reshape(10, 2, 3, 4))
+    np.save(tmp_path / "one.npy", np.arange(5, dtype=np.float32))
+    cube = "a.npy has shape (10, 2, 3, 4): read as 10 rows of 24 columns"
+    for number, command in enumerate([["convert", "a.npy", "b.npy"], ["import", "a.npy", "s/t"]]):
+        assert cli.ok(*command, cwd=tmp_path).out.splitlines()[1:] == [cube]
+        again = [*command[:-1], f"s/again{number}" if number else "c.npy"]
+        assert cli.ok(*again, "--json", cwd=tmp_path).json["remarks"] == [cube]
+        again[-1] += "2" if number else ".npy"
+        assert cli.ok(*again, "--quiet", cwd=tmp_path).out == ""
+    line = cli.ok("convert", "one.npy", "d.npy", cwd=tmp_path).out.splitlines()[1]
+    assert line == "one.npy has shape (5,): read as 5 rows of one column"
+    assert "remarks" not in cli.ok("convert", "b.npy", "e.npy", "--json", cwd=tmp_path).json
+    with h5py.File(tmp_path / "x.h5", "w") as f:
+        lossy = f.create_dataset("lossy", (4, 2), "f4", chunks=(2, 2), scaleoffset=2)
+        lossy[:2] = 1
+    for target in ["f.npy", "s/f"]:
+        command = "import" if "/" in target else "convert"
+        result = cli(command, "x.h5:lossy", target, cwd=tmp_path)
+        assert result.code == 0
+        assert len(result.err.splitlines()) == 2
+        assert "x.h5:/lossy went through a lossy filter, scaleoffset" in result.err
+        assert "1 of 2 chunks never written" in result.err
+
+
 def test_object_arrays_are_never_unpickled(cli: Embermap, tmp_path: Path) -> None:
     class Trap:
         def __reduce__(self) -> tuple[Any, ...]:

@@ -505,10 +505,13 @@ def test_torch_reads_what_is_written(cli: Embermap, tmp_path: Path) -> None:
     cli.fails("convert", tmp_path / "in.npy", tmp_path / "x.pt", says=["already exists"])
 
 
-def test_legacy_and_other_files_of_torch_are_named(cli: Embermap, tmp_path: Path) -> None:
+def test_legacy_files_of_torch_are_read_and_others_named(cli: Embermap, tmp_path: Path) -> None:
     rows = torch.randn(5, 3)
     torch.save({"a": rows}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    cli.fails("ls", tmp_path / "old.pt", says=["before 1.6", "again"])
+    entries = cli.ok("ls", tmp_path / "old.pt", "--json").json["entries"]
+    assert [(e["name"], e["shape"]) for e in entries] == [("a", [5, 3])]
+    cli.ok("convert", tmp_path / "old.pt", tmp_path / "old.npy")
+    np.testing.assert_array_equal(np.load(tmp_path / "old.npy"), rows.numpy())
     (tmp_path / "p.pt").write_bytes(pickle.dumps({"a": 1}))
     cli.fails("ls", tmp_path / "p.pt", says=["pickle"])
     torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "s.pt")
