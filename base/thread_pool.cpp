@@ -8,8 +8,7 @@
 #include <atomic>
 #include <chrono>
 #include <exception>
-#include <new>
-#include <system_error>
+#include <thread>
 #include <utility>
 
 #if defined(__SSE2__)
@@ -63,6 +62,25 @@ bool look_out(const Seen& seen) {
   return seen();
 }
 
+// Attributes of threads with stacks of 1 MiB. What std::thread has, 8 MiB for each of the 32 threads of a store's I/O, is 256 MiB
+// of addresses, which a limit on them (ulimit -v) counts though nobody touches them.
+class StackSize {
+ public:
+  StackSize() : valid_{::pthread_attr_init(&attributes_) == 0} {
+    if (valid_) (void)::pthread_attr_setstacksize(&attributes_, std::size_t{1} << 20);
+  }
+  ~StackSize() {
+    if (valid_) ::pthread_attr_destroy(&attributes_);
+  }
+  StackSize(const StackSize&) = delete;
+  StackSize& operator=(const StackSize&) = delete;
+  const pthread_attr_t* attributes() const noexcept { return valid_ ? &attributes_ : nullptr; }
+
+ private:
+  pthread_attr_t attributes_;
+  bool valid_;
+};
+
 }  // namespace
 
 struct ThreadPool::Loop {
@@ -108,22 +126,33 @@ ThreadPool::ThreadPool(unsigned threads) : threads_{threads == 0 ? std::min(usab
   if (threads_ > kMaxThreads) throw InvalidArgument(fmt::format("threads = {}: at most {}", threads, kMaxThreads));
   looks_out_ = threads_ <= usable_cores();
   workers_.reserve(threads_ - 1);
-  try {
-    while (workers_.size() + 1 < threads_) workers_.emplace_back([this] { work(); });
-  } catch (const std::system_error&) {  // a limit on processes or memory: what has started serves
-  } catch (const std::bad_alloc&) {
+  const StackSize stack;
+  while (workers_.size() + 1 < threads_) {
+    pthread_t worker{};
+    if (::pthread_create(&worker, stack.attributes(), &ThreadPool::start, this) != 0)
+      break;  // a limit on processes or memory: what has started serves
+    workers_.push_back(worker);
   }
   threads_ = static_cast<unsigned>(workers_.size()) + 1;
 }
 
-ThreadPool::~ThreadPool() {
+ThreadPool::~ThreadPool() { stop(); }
+
+void ThreadPool::stop() noexcept {
+  std::vector<pthread_t> workers;
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
     posted_.fetch_add(1, std::memory_order_relaxed);
+    workers.swap(workers_);
   }
   wake_.notify_all();
-  for (std::thread& worker : workers_) worker.join();
+  for (const pthread_t worker : workers) ::pthread_join(worker, nullptr);
+}
+
+void* ThreadPool::start(void* pool) noexcept {
+  static_cast<ThreadPool*>(pool)->work();
+  return nullptr;
 }
 
 void ThreadPool::work() {

@@ -1,13 +1,14 @@
 // A fixed set of threads owned by whoever makes it (a Store has one). There is no global pool.
 #pragma once
 
+#include <pthread.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 namespace embermap {
@@ -18,7 +19,8 @@ class ThreadPool {
 
   // `threads` is the parallelism of parallel_for, the caller's own thread included: 1 starts no thread. 0 takes what the
   // process may use (sched_getaffinity), at most 16. Where the system refuses to start that many, there are fewer: threads()
-  // says how many. Throws InvalidArgument above kMaxThreads.
+  // says how many. Their stacks are of 1 MiB, so that many of them fit into a limited address space. Throws InvalidArgument above
+  // kMaxThreads.
   explicit ThreadPool(unsigned threads = 0);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -32,8 +34,12 @@ class ThreadPool {
   // pool or another (the inner call then runs on the calling thread alone, unless the outer one has a single piece).
   void parallel_for(std::uint64_t count, std::uint64_t grain, const std::function<void(std::uint64_t, std::uint64_t)>& body);
 
+  // Ends the threads, after the pieces that they have begun; from then on parallel_for works on its caller's thread alone.
+  void stop() noexcept;
+
  private:
   struct Loop;
+  static void* start(void* pool) noexcept;
   void work();
 
   unsigned threads_;
@@ -43,7 +49,7 @@ class ThreadPool {
   std::atomic<std::uint64_t> posted_{0};      // loops so far
   bool looks_out_ = false;                    // threads stay awake for a moment; where each has a core
   bool stop_ = false;
-  std::vector<std::thread> workers_;
+  std::vector<pthread_t> workers_;
 };
 
 }  // namespace embermap

@@ -92,6 +92,47 @@ std::filesystem::path directory_of(const std::filesystem::path& file) {
   return file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
 }
 
+// Whether `name` is one that temporary_name() gives for `target`.
+bool is_temporary_name_of(std::string_view target, std::string_view name) {
+  constexpr std::string_view kEnd = ".XXXXXXXX.tmp";
+  if (name.size() < 1 + kEnd.size() || name.front() != '.' || !name.ends_with(".tmp")) return false;
+  const std::string_view stem = name.substr(1, name.size() - 1 - kEnd.size());
+  if (name[1 + stem.size()] != '.') return false;
+  return stem == target || (target.starts_with(stem) && name.size() > 255 - 4);  // cut, perhaps before a character of 4 bytes
+}
+
+// A lock that ends with the open file: with its process at the latest.
+int lock_whole(int fd, short type) {
+  struct flock lock {};
+  lock.l_type = type;
+  lock.l_whence = SEEK_SET;
+  return retry_interrupted([&] { return ::fcntl(fd, F_OFD_SETLK, &lock); });
+}
+
+// Temporary files of `target` whose process was killed: nobody has the lock that TemporaryFile keeps. Where the file system has
+// no locks none is taken for one.
+void remove_abandoned(const std::filesystem::path& target, FileOps& ops) {
+  const std::string& name = target.filename().native();
+  std::error_code ignored;
+  for (std::filesystem::directory_iterator entry(directory_of(target), ignored), end; !ignored && entry != end;
+       entry.increment(ignored)) {
+    const std::filesystem::path& path = entry->path();
+    if (!is_temporary_name_of(name, path.filename().native())) continue;
+    const int fd = ::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    if (fd < 0) continue;
+    struct stat status {};
+    if (::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && lock_whole(fd, F_WRLCK) == 0) ops.unlink(path.c_str());
+    ::close(fd);
+  }
+}
+
+// Locks a temporary file that was made just now. False if somebody took it for an abandoned one before that.
+bool keep_from_removal(const File& file) {
+  if (lock_whole(file.fd(), F_WRLCK) != 0) return errno != EAGAIN && errno != EACCES;  // no locks here: nobody removes it
+  struct stat status {};
+  return ::fstat(file.fd(), &status) != 0 || status.st_nlink > 0;
+}
+
 }  // namespace
 
 int FileOps::open(const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }
@@ -368,12 +409,14 @@ TemporaryFile TemporaryFile::create(const std::filesystem::path& target, bool ov
   }
 
   const std::filesystem::path directory = directory_of(resolved);
+  remove_abandoned(resolved, ops);
   std::size_t limit = 255;
   for (int attempt = 0;; ++attempt) {
     const std::string name = temporary_name(resolved.filename().native(), limit);
     try {
       File file =
           File::open(resolved.has_parent_path() ? directory / name : std::filesystem::path(name), File::Mode::kCreateNew, ops);
+      if (!keep_from_removal(file) && attempt < 100) continue;
       if (replaces) {
         // Who may read the old file, and nobody else, may read the new one. Not everybody may give a file to its owner.
         (void)!::fchown(file.fd(), status.st_uid, status.st_gid);
@@ -428,6 +471,7 @@ File TemporaryFile::commit() {
     discard();
     throw;
   }
+  (void)lock_whole(file_.fd(), F_UNLCK);
   File done = std::move(file_);
   done.set_path(target_);
   sync_directory(directory_of(target_), ops);

@@ -112,7 +112,8 @@ void sync_directory(const std::filesystem::path& directory, FileOps& ops = FileO
 // A new file under a temporary name beside `target` (".NAME.XXXXXXXX.tmp", the name shortened where it would be too long);
 // commit() syncs it, renames it over or onto `target` and syncs the directory. Without commit() the destructor removes it (in the
 // process that made it, not in a forked child), so that nothing half-written stays. A new file has mode 0666 less the umask,
-// whatever was there before.
+// whatever was there before. What a killed process leaves is removed by the next create() for the same target: while it lives, a
+// temporary file is locked (F_OFD_SETLK).
 class TemporaryFile {
  public:
   // Throws AlreadyExists if `target` exists and `overwrite` is false. A symbolic link as target is resolved: what it points to is

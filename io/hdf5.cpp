@@ -1,6 +1,7 @@
 #include "io/hdf5.hpp"
 
 #include <fmt/format.h>
+#include <pthread.h>
 #include <sys/file.h>
 
 #include <algorithm>
@@ -9,23 +10,25 @@
 #include <charconv>
 #include <cstring>
 #include <memory>
+#include <new>
 
 #include "base/error.hpp"
 
 namespace embermap::hdf5 {
 namespace {
 
+// A fork waits until no other thread is inside the library, or a child would wait for that thread, which it does not have, for
+// ever.
 std::recursive_mutex& library_mutex() {
-  static std::recursive_mutex mutex;
-  return mutex;
-}
-
-bool library_is_thread_safe() {
-  static const bool safe = [] {
-    hbool_t answer = false;
-    return H5is_library_threadsafe(&answer) >= 0 && answer;
+  static std::recursive_mutex* const instance = [] {
+    alignas(std::recursive_mutex) static std::byte storage[sizeof(std::recursive_mutex)];
+    static std::recursive_mutex* const mutex = new (storage) std::recursive_mutex;
+    ::pthread_atfork(
+        [] { mutex->lock(); }, [] { mutex->unlock(); },
+        [] { new (mutex) std::recursive_mutex; });  // its owner is a number that the child's only thread does not have
+    return mutex;
   }();
-  return safe;
+  return *instance;
 }
 
 // The number after `key` in `text`.
@@ -136,8 +139,8 @@ bool is_boolean(hid_t type) {
 
 }  // namespace
 
-Session::Session() : lock_{library_mutex(), std::defer_lock} {
-  if (!library_is_thread_safe()) lock_.lock();
+// A library that is safe for threads lets one of them in at a time as well, by a lock that a fork does not know.
+Session::Session() : lock_{library_mutex()} {
   H5Eget_auto2(H5E_DEFAULT, &print_, &data_);
   H5Eset_auto2(H5E_DEFAULT, nullptr, nullptr);
 }

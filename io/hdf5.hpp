@@ -22,10 +22,10 @@
 
 namespace embermap::hdf5 {
 
-// For the time of one call into the library: its error printing is off (and afterwards as it was), and where the library is not
-// built thread-safe, all of embermap's calls exclude each other. Functions here that take or return identifiers, and
-// last_error(), are called inside a Session of the caller's; Handle::close, open_for_reading, object_at, file_type and
-// register_lzf have their own.
+// For the time of one call into the library: its error printing is off (and afterwards as it was), and all of embermap's calls
+// exclude each other. A fork waits for the one that is on its way, so that children can use the library. Functions here that take
+// or return identifiers, and last_error(), are called inside a Session of the caller's; Handle::close, open_for_reading,
+// object_at, file_type and register_lzf have their own.
 class Session {
  public:
   Session();

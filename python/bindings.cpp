@@ -15,6 +15,7 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -817,6 +818,12 @@ class FileRows {
     const nb::gil_scoped_release release;
     reader_ = open_rows(location, options);
   }
+  // A forked child leaves the file alone: closing it there would end locks that its parent holds.
+  ~FileRows() {
+    if (getpid() != process_) (void)reader_.release();
+  }
+  FileRows(const FileRows&) = delete;
+  FileRows& operator=(const FileRows&) = delete;
   std::uint64_t rows() const { return open().rows(); }
   std::uint64_t dim() const { return open().dim(); }
   std::string dtype() const { return std::string(dtype_name(open().dtype())); }
@@ -844,6 +851,7 @@ class FileRows {
     if (!reader_) throw ClosedError("the file is closed");
     return *reader_;
   }
+  const pid_t process_ = getpid();
   std::mutex mutex_;
   std::unique_ptr<RowReader> reader_;
 };

@@ -573,6 +573,9 @@ void Store::Impl::release() noexcept {
   core_->log.reset();
   core_->view.reset();
   core_->unlogged.reset();
+  // Handles may live on: of a store that has ended none should keep threads.
+  core_->io.stop();
+  core_->compute.stop();
   lock_.release();
 }
 

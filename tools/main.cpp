@@ -1,6 +1,8 @@
 // The `embermap` command: parses the command line, runs the chosen command, turns whatever happens into one line and an exit
 // code.
 #include <fmt/format.h>
+#include <malloc.h>
+#include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
 #include <cerrno>
@@ -121,7 +123,19 @@ int run(int argc, char** argv) {
 }  // namespace embermap::tools
 
 // NOLINTNEXTLINE(bugprone-exception-escape): nothing but memory can fail before run() catches
+namespace {
+
+// Each thread that allocates would get an arena of its own, 64 MiB of addresses of which it uses little: under `ulimit -v` they
+// would be missing for what is used.
+void spare_addresses() {
+  struct rlimit limit {};
+  if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) ::mallopt(M_ARENA_MAX, 1);
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
+  spare_addresses();
   embermap::tools::claim_standard_descriptors();
   embermap::tools::catch_signals();
   embermap::leave_hdf5_at_exit();

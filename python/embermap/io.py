@@ -46,18 +46,49 @@ class Entry:
     layout: str  # "stored", "deflated", "chunked (64, 128), gzip", ...
 
 
+# What `open` was asked for, its file with the whole path: what _core.FileRows takes.
+_Request = tuple[bytes, str | None, bool, str | None, int, int]
+# Inode, bytes and time of modification of a file, which tell it from another one.
+_Stamp = tuple[int, int, int]
+
+
 class Rows:
     """The rows of an array in a file; nothing is read before it is asked for.
 
     A context manager. Rows come as NumPy arrays of their own, in native byte order; bfloat16 needs
     the package ml_dtypes. Thread safety: calls from several threads take turns.
+
+    Worker processes may use it: a forked child opens the file for itself with its first read, and
+    a pickle keeps the path, not the rows. ValueError where the file is not the same any more.
     """
 
-    def __init__(self, core: _core.FileRows) -> None:
+    def __init__(self, request: _Request) -> None:
         # Not for callers: from open().
+        core = _core.FileRows(*request)
         self._core = core
+        self._process = os.getpid()
+        self._closed = False
+        # Relative to where it was opened; not normalized, for what follows a colon is no path.
+        self._request = (os.path.join(os.getcwdb(), request[0]), *request[1:])  # noqa: PTH109, PTH118
+        self._stamp = _stamp(self._request)
         self.shape: tuple[int, int] = (core.rows, core.dim)
         self._name = core.dtype
+
+    @property
+    def _live(self) -> _core.FileRows:
+        """The open file, of this process."""
+        if self._closed:
+            raise ValueError(f"{os.fsdecode(self._request[0])!r} is closed")
+        if self._process != os.getpid():
+            if _stamp(self._request) != self._stamp:
+                raise ValueError(_changed(self._request))
+            self._core, self._process = _core.FileRows(*self._request), os.getpid()
+        return self._core
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._closed:
+            raise ValueError(f"{os.fsdecode(self._request[0])!r} is closed")
+        return (_restore, (self._request, self._stamp))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -72,7 +103,7 @@ class Rows:
     @property
     def description(self) -> str:
         """What the rows come from: "model.h5:/v, chunked, gzip"."""
-        return self._core.description
+        return self._live.description
 
     @property
     def remarks(self) -> list[str]:
@@ -150,7 +181,7 @@ class Rows:
         """
         if rows is None:
             wide = max(1, self.shape[1] * _dtypes.ITEM_BYTES[self._name])
-            size = max(self._core.block_rows, _BLOCK_BYTES // wide, 1)
+            size = max(self._live.block_rows, _BLOCK_BYTES // wide, 1)
         else:
             size = _checks.integer(rows, "rows")
             if size == 0:
@@ -160,7 +191,9 @@ class Rows:
 
     def close(self) -> None:
         """Give the file back. Further reads raise ValueError."""
-        self._core.close()
+        self._closed = True
+        if self._process == os.getpid():
+            self._core.close()
 
     def __enter__(self) -> Rows:
         return self
@@ -174,7 +207,7 @@ class Rows:
 
     def _read(self, first: int, count: int) -> NDArray[Any]:
         out = np.empty((count, self.shape[1]), self.dtype)
-        self._core.read(first, count, out.reshape(-1).view(np.uint8))
+        self._live.read(first, count, out.reshape(-1).view(np.uint8))
         return out
 
     def _pick(self, ids: NDArray[np.int64]) -> NDArray[Any]:
@@ -212,7 +245,7 @@ def open(  # noqa: A001
     are there), TypeError (elements that no table can hold), ValueError, OSError.
     """
     return Rows(
-        _core.FileRows(
+        (
             os.fsencode(src),
             None if dtype is None else _dtypes.dtype_name(dtype),
             bool(allow_external),
@@ -221,6 +254,21 @@ def open(  # noqa: A001
             _checks.integer(offset, "offset"),
         )
     )
+
+
+def _stamp(request: _Request) -> _Stamp:
+    status = _core.location_file(request[0], request[3]).stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _changed(request: _Request) -> str:
+    return f"{os.fsdecode(request[0])!r} has changed since it was opened"
+
+
+def _restore(request: _Request, stamp: _Stamp) -> Rows:
+    if _stamp(request) != stamp:
+        raise ValueError(_changed(request))
+    return Rows(request)
 
 
 def ls(file: Path, *, format: str | None = None) -> list[Entry]:  # noqa: A002
