@@ -27,14 +27,12 @@ int main(int argc, char** argv) {
                                          .optimizer = embermap::Adagrad{.lr = 0.05},
                                          .init = embermap::Normal{.mean = 0, .std = 0.1},
                                          .seed = 1};
-    auto words =
-        std::make_shared<embermap::Embedding>(store.contains("words") ? store.table("words") : store.create("words", options));
-    auto contexts = std::make_shared<embermap::Embedding>(store.contains("contexts") ? store.table("contexts")
-                                                                                     : store.create("contexts", options));
+    embermap::nn::Embedding words(store.contains("words") ? store.table("words") : store.create("words", options));
+    embermap::nn::Embedding contexts(store.contains("contexts") ? store.table("contexts") : store.create("contexts", options));
     torch::nn::Linear scale(64, 64);
     scale->to(where);
 
-    embermap::TableOptimizer rows({words, contexts});  // the rows' own optimizer
+    embermap::nn::TableOptimizer rows({words, contexts});  // the rows' own optimizer
     torch::optim::Adam dense(scale->parameters(), 1e-3);
     torch::optim::StepLR decay(rows, /*step_size=*/50, /*gamma=*/0.5);  // schedulers know nothing of tables
 

@@ -1,4 +1,4 @@
-// The program of docs/cpp.md works, and it is the one the page shows.
+// The first program of docs/cpp.md works, and the page shows its programs as they are.
 #define main train_embeddings
 #include "docs/train_embeddings.cpp"
 #undef main
@@ -32,12 +32,14 @@ TEST_F(Guide, ItsProgramTrainsAndItsTablesStay) {
   EXPECT_LT(std::get<Adagrad>(words.optimizer()).lr, 0.05);
 }
 
-TEST_F(Guide, ShowsTheProgramThatIsTested) {
+TEST_F(Guide, ShowsTheProgramsThatAreTested) {
   const std::filesystem::path docs = std::filesystem::path(__FILE__).parent_path() / "../../docs";
-  const std::string program = text_of_file(docs / "train_embeddings.cpp");
-  ASSERT_FALSE(program.empty());
-  EXPECT_NE(text_of_file(docs / "cpp.md").find("```cpp\n" + program + "```\n"), std::string::npos)
-      << "docs/cpp.md does not show docs/train_embeddings.cpp as it is";
+  for (const char* name : {"train_embeddings.cpp", "train_recommender.cpp"}) {
+    const std::string program = text_of_file(docs / name);
+    ASSERT_FALSE(program.empty());
+    EXPECT_NE(text_of_file(docs / "cpp.md").find("```cpp\n" + program + "```\n"), std::string::npos)
+        << "docs/cpp.md does not show docs/" << name << " as it is";
+  }
 }
 
 }  // namespace

@@ -19,6 +19,8 @@
 
 namespace embermap {
 
+using nn::torch_dtype;
+
 class TableTest : public testing::Test {
  protected:
   TableTest() {
@@ -69,6 +71,30 @@ class TableTest : public testing::Test {
     std::vector<std::int64_t> ids(table.rows());
     std::iota(ids.begin(), ids.end(), 0);
     table.gather(ids, {static_cast<std::byte*>(out.data_ptr()), out.nbytes()}, field);
+    return out;
+  }
+
+  // By central differences of `loss` in each element of a float64 table; the rows are as before after it.
+  template <class Loss>
+  static torch::Tensor numeric_gradient(Table table, const Loss& loss) {
+    const torch::NoGradGuard no_grad;
+    constexpr double kStep = 1e-6;
+    const torch::Tensor all = weights(table);
+    torch::Tensor out = torch::zeros_like(all);
+    const auto with = [&](std::int64_t row, std::int64_t column, double change) {
+      const torch::Tensor moved = all[row].clone();
+      moved[column] += change;
+      const std::vector<std::int64_t> where{row};
+      table.scatter(where, {static_cast<const std::byte*>(moved.const_data_ptr()), moved.nbytes()});
+      return loss();
+    };
+    for (std::int64_t row = 0; row < all.size(0); ++row) {
+      for (std::int64_t column = 0; column < all.size(1); ++column) {
+        const double up = with(row, column, kStep);
+        out[row][column] = (up - with(row, column, -kStep)) / (2 * kStep);
+      }
+      with(row, 0, 0);
+    }
     return out;
   }
 

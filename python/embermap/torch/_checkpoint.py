@@ -7,6 +7,7 @@ import io
 import os
 import re
 import secrets
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,8 +50,9 @@ def save(
     Args:
         model: any module; its `state_dict()` goes to the file, which for tables is next to nothing.
         path: the file, replaced. `torch.load(path, weights_only=True)` reads it: a dict of "model",
-            "optimizer", "rng" (torch's random numbers), "stores" (of each: "path", "commit",
-            "tables"), "note", "token", "version".
+            "metadata" (of the model's state), "optimizer", "rng" (torch's random numbers), "stores"
+            (of each: "path", "commit", "tables"), "note", "token", "version". C++ reads it too
+            (`nn/checkpoint.hpp`), but for "optimizer".
         optimizer: whatever has a `state_dict()`: optimizers of torch and embermap, `Swap`,
             schedulers; or a list or dict of them.
         store: stores beside those whose tables the model has.
@@ -72,10 +74,12 @@ def save(
     if plain is not None and _KEY in plain:
         raise ValueError(f"the key {_KEY!r} of a note is for embermap itself")
     token = secrets.token_hex(16)
+    state = model.state_dict()
     content = {
         "version": _VERSION,
         "token": token,
-        "model": model.state_dict(),
+        "model": dict(state),  # a plain dict, which C++ reads as well
+        "metadata": {key: dict(value) for key, value in getattr(state, "_metadata", {}).items()},
         "optimizer": _states(optimizer),
         "rng": _random_state(),
         "stores": [_of_store(each, each.commit_number + 1) for each in stores],
@@ -136,7 +140,7 @@ def load(
     _check(content, stores, file)
     saved = content["optimizer"]
     pairs = [] if optimizer is None else list(_pairs(optimizer, saved, file))
-    model.load_state_dict(content["model"], strict=strict)
+    model.load_state_dict(_state_of(content), strict=strict)
     for target, state in pairs:
         target.load_state_dict(state)
     if rng:
@@ -267,6 +271,16 @@ def _pairs(optimizer: Any, saved: Any, file: Path) -> Iterable[tuple[Any, Any]]:
     if isinstance(saved, list):
         raise ValueError(f"{str(file)!r} has a list of {len(saved)} states, optimizer= is one")
     return [(target, saved)]
+
+
+def _state_of(content: dict[str, Any]) -> Any:
+    """The model's state with what modules say of its version."""
+    state = content["model"]
+    if "metadata" not in content:  # as torch has it, or from C++
+        return state
+    state = OrderedDict(state)
+    state._metadata = OrderedDict(content["metadata"])  # type: ignore[attr-defined]
+    return state
 
 
 def _random_state() -> dict[str, Any]:
