@@ -812,6 +812,17 @@ def test_optimizers_that_mix_rows_are_refused(name, model):
         SpeedTorch.OptimizerFactory(optimizer, V, D, model, "u_embeddings")
 
 
+def test_an_optimizer_of_somebody_else_that_mixes_rows_is_refused(model):
+    class Trust(Plain):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data -= group["lr"] * p.data.norm() / p.grad.norm() * p.grad
+
+    with pytest.raises(ValueError, match="Trust is not supported: .* other rows"):
+        SpeedTorch.OptimizerFactory(Trust([model.u_embeddings.weight]), V, D, model, "u_embeddings")
+
+
 def test_state_that_no_row_has_for_itself_is_refused(model):
     class Odd(Plain):
         def step(self, closure=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .. import _checks
+from .. import _checks, _rows_alone
 from .. import init as initializers
 from .._store import Store
 from .._table import Prefetch
@@ -21,10 +22,6 @@ from ._home import PathLike
 from ._models import device_type, try_remove
 from ._rows import Variable, as_tensor, flat_ids
 from ._switcher import Base, first_free, floating, link_file
-
-# What these compute for a row depends on the other rows of the weight, so that a batch of rows is
-# not trained as the whole would be.
-_WHOLE = ("LBFGS", "Muon", "Adafactor")
 
 
 class _Recorder(dict[str, Any]):
@@ -79,16 +76,8 @@ def describe(
     kind = type(optimizer)
     rows = 2 if dim != 2 else 3  # so that rows and elements cannot be mistaken
     trial = nn.Parameter(torch.zeros(rows, dim, dtype=param.dtype, device=param.device))
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    options: dict[str, Any] = {**optimizer.defaults, **own}
-    options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
-    if "differentiable" in options:
-        options["differentiable"] = False
-    taken = inspect.signature(kind).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
-        options = {key: value for key, value in options.items() if key in taken}
     try:
-        probe = kind([trial], **options)
+        probe = _again(optimizer, group)(trial)
         record = _Recorder(probe.state[trial])  # what it has made already, and what it will
         probe.state[trial] = record
         trial.grad = torch.zeros_like(trial)
@@ -98,10 +87,7 @@ def describe(
             trial.grad = torch.zeros_like(trial.data).to_sparse(1)
             probe.step()
     except Exception as error:
-        raise TypeError(
-            f"cannot find out what {kind.__name__} keeps for each row: a step of a second one, "
-            f"made with the same options, failed: {error}"
-        ) from error
+        raise _untried(optimizer, error) from error
     fields: dict[str, Field] = {}
     numbers: dict[str, Any] = {}
     for name, value in record.first.items():
@@ -119,6 +105,37 @@ def describe(
             )
     complete = len(fields) + len(numbers) == len(record.first)
     return State(fields, numbers, complete)
+
+
+def _again(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> Callable[[nn.Parameter], torch.optim.Optimizer]:
+    """Makes optimizers of the same kind and options over a parameter of its own."""
+    kind = type(optimizer)
+
+    def make(parameter: nn.Parameter) -> torch.optim.Optimizer:
+        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options: dict[str, Any] = {**optimizer.defaults, **own}
+        options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
+        if "differentiable" in options:
+            options["differentiable"] = False
+        taken = inspect.signature(kind).parameters
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+            options = {key: value for key, value in options.items() if key in taken}
+        return kind([parameter], **options)
+
+    return make
+
+
+def _untried(optimizer: torch.optim.Optimizer, error: Exception) -> TypeError:
+    return TypeError(
+        f"cannot find out what {type(optimizer).__name__} keeps for each row: a step of a second "
+        f"one, made with the same options, failed: {error}"
+    )
+
+
+def _mixing(optimizer: torch.optim.Optimizer) -> ValueError:
+    return ValueError(f"{type(optimizer).__name__} is not supported: {_rows_alone.REASON}")
 
 
 def _constant(value: Tensor) -> float:
@@ -161,14 +178,8 @@ class OptimizerSwitcher(Base):
             )
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, not {model!r}")
-        kind = type(given_optimizer).__name__
-        for whole in _WHOLE:
-            base = getattr(torch.optim, whole, None)
-            if base is not None and isinstance(given_optimizer, base):
-                raise ValueError(
-                    f"{kind} is not supported: what it does to a row depends on the other rows, "
-                    "so that rows cannot be trained in batches of their own"
-                )
+        if isinstance(given_optimizer, torch.optim.LBFGS):
+            raise _mixing(given_optimizer)
         self.given_optimizer = given_optimizer
         self.total_classes = _checks.integer(total_classes, "total_classes")
         self.embed_dimension = _checks.integer(embed_dimension, "embed_dimension")
@@ -182,6 +193,14 @@ class OptimizerSwitcher(Base):
             raise ValueError("name= is for a store that is given: store=, name=")
         self._param = _parameter(model, variable_name)
         self._group = _group(given_optimizer, self._param, variable_name)
+        make = _again(given_optimizer, self._group)
+        rows = (self.embed_dimension, self._param.dtype, self._param.device)
+        try:
+            mixing = _rows_alone.mixes_rows(make, *rows)
+        except Exception as error:
+            raise _untried(given_optimizer, error) from error
+        if mixing:
+            raise _mixing(given_optimizer)
         self._state = describe(given_optimizer, self._group, self._param, self.embed_dimension)
         self.optVarList = list(self._state.fields)
         self._untouched = True  # no batch has gone back yet
