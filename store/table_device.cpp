@@ -444,11 +444,7 @@ void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t
       [&](CudaEngine& engine, CudaBatch& batch) {
         engine.step(batch, schema_.layout(entry_.geometry.stride), next_step(lr), grads, grad_dtype, stream);
       },
-      [&] {
-        ++step_;
-        entry_changed_ = true;
-      },
-      from);
+      [&] { count_step(next_step(lr)); }, from);
 }
 
 void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t count, std::uint64_t bytes, CudaStream stream,
