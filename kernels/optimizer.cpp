@@ -288,14 +288,22 @@ std::uint32_t all_states(const StepScalars& scalars) {
   return states;
 }
 
-StepScalars step_scalars(const Optimizer& optimizer, std::uint64_t step, std::uint64_t seed) {
+StepScalars step_scalars(const Optimizer& optimizer, std::uint64_t step, std::uint64_t seed, std::optional<double> carried) {
   StepScalars scalars = std::visit([](const auto& o) { return scalars_of(o); }, optimizer);
   if (step == 0) throw InvalidArgument(fmt::format("{}: steps count from 1, got 0", optimizer_name(optimizer)));
   scalars.step = step;
   scalars.seed = seed;
   if (!scalars.per_row) scalars.lr /= 1 + static_cast<double>(step - 1) * std::exchange(scalars.lr_decay, 0);
-  if (scalars.kind == Kind::kNAdam && !scalars.per_row) scalars.mu_product = mu_product_before(scalars, step);
+  if (scalars.kind == Kind::kNAdam && !scalars.per_row)
+    scalars.mu_product = carried ? *carried : mu_product_before(scalars, step);
+  if (scalars.kind == Kind::kAsgd) scalars.lr_before = carried ? *carried : scalars.lr;
   return scalars;
+}
+
+std::optional<double> carried_on(const StepScalars& scalars) {
+  if (scalars.kind == Kind::kAsgd) return scalars.lr;
+  if (scalars.kind == Kind::kNAdam && !scalars.per_row) return scalars.mu_product * detail::nadam_mu(scalars, scalars.step);
+  return std::nullopt;
 }
 
 Optimizer with_learning_rate(const Optimizer& optimizer, double lr) {

@@ -308,6 +308,7 @@ struct StepScalars {
   double momentum_decay = 0;
   double decay_power = 0;  // NAdam: 0.96 ^ momentum_decay
   double mu_product = 1;   // NAdam: the product of the mu of all steps before this one; not of rows' own steps
+  double lr_before = 0;    // ASGD: the rate of the step before, of which this one's is made, as torch has it
   double lambd = 0;
   double alpha = 0;
   double t0 = 0;
@@ -328,8 +329,14 @@ struct StepScalars {
 std::uint32_t element_states(StepScalars::Kind kind);
 std::uint32_t all_states(const StepScalars& scalars);
 
-// `step` counts from 1; `seed` is the table's. Throws InvalidArgument for step 0 and for a monostate.
-StepScalars step_scalars(const Optimizer& optimizer, std::uint64_t step, std::uint64_t seed = 0);
+// `step` counts from 1; `seed` is the table's; `carried` is what carried_on() gave for the step before, without which all steps
+// before count as made with these hyperparameters. Throws InvalidArgument for step 0 and for a monostate.
+StepScalars step_scalars(const Optimizer& optimizer, std::uint64_t step, std::uint64_t seed = 0,
+                         std::optional<double> carried = std::nullopt);
+
+// The number of a table that the step after this one depends on, as torch has it in the state of a parameter: NAdam's product of
+// the mu of all steps, whose beta may have changed from step to step, and ASGD's learning rate, which counts a step later.
+std::optional<double> carried_on(const StepScalars& scalars);
 
 // The optimizer with another learning rate. Throws InvalidArgument for one that cannot be, and for Rprop, whose lr is where step
 // sizes begin and has no part in a step.

@@ -141,7 +141,9 @@ struct StepConstants {
         break;
       }
       case StepKind::kAsgd: {
-        const double eta = s.lr / power(1 + s.lambd * s.lr * before, s.alpha);
+        // A step's size is made at the end of the one before, with the rate of then.
+        const double lr = t == 1 ? s.lr : s.lr_before;
+        const double eta = lr / power(1 + s.lambd * lr * before, s.alpha);
         rate = static_cast<A>(eta);
         shrink = static_cast<A>(1 - s.lambd * eta);
         const double beyond = before - s.t0;

@@ -4,6 +4,7 @@
 
 #include <array>
 #include <chrono>
+#include <cmath>
 #include <ctime>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -299,6 +300,11 @@ TableEntry read_table(const Reader& reader) {
   entry.seed = reader.integer("seed");
   entry.page_bytes = reader.integer("page_bytes");
   entry.step = reader.integer("step");
+  if (reader.has("carried")) {
+    entry.carried = reader.number("carried");
+    if (!std::isfinite(*entry.carried) || *entry.carried < 0)
+      reader.fail(fmt::format("has a 'carried' that is no number of at least 0: {}", *entry.carried));
+  }
   entry.geometry = {.rows = reader.integer("rows"),
                     .stride = reader.integer("stride"),
                     .rows_per_page = reader.integer("rows_per_page"),
@@ -445,6 +451,7 @@ std::string Manifest::text() const {
              {"stride", entry.geometry.stride},
              {"rows_per_page", entry.geometry.rows_per_page},
              {"data_offset", entry.geometry.data_offset}};
+    if (entry.carried) table["carried"] = *entry.carried;
     if (entry.memory != 0) table["memory"] = entry.memory;
     TableCounters counters = entry.counters;
     if (counters != TableCounters{})

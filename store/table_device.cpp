@@ -545,10 +545,7 @@ TableImpl::DeviceUpdate TableImpl::device_update(const std::byte* grads, DType g
   return {[=, this](CudaEngine& engine, CudaBatch& batch) {
             engine.step(batch, schema_.layout(entry_.geometry.stride), next_step(lr), grads, grad_dtype, stream);
           },
-          [this] {
-            ++step_;
-            entry_changed_ = true;
-          }};
+          [=, this] { count_step(next_step(lr)); }};
 }
 
 void TableImpl::update_device(int device, const std::int64_t* ids, std::uint64_t count, const std::byte* grads, DType grad_dtype,

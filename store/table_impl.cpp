@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <limits>
 #include <optional>
@@ -21,7 +22,8 @@ namespace embermap {
 namespace {
 // A gather of more ids is treated as several batches, so that its bookkeeping (20 bytes an id) stays small.
 constexpr std::uint64_t kGatherBlock = 1U << 20;
-constexpr std::uint64_t kGrain = 16384;              // ids a thread looks after at a time
+constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();  // of carried_
+constexpr std::uint64_t kGrain = 16384;                                // ids a thread looks after at a time
 constexpr std::uint64_t kPrefetchBytes = 16U << 20;  // of pages, between two looks at whether a prefetch is still wanted
 
 std::uint64_t physical_memory() noexcept {
@@ -38,7 +40,8 @@ TableImpl::TableImpl(std::shared_ptr<StoreCore> core, std::string name, TableEnt
       writable_{!entry.adopted || entry.adopted_writable},
       page_of_row_{entry.geometry.rows_per_page},
       entry_{std::move(entry)},
-      step_{entry_.step} {
+      step_{entry_.step},
+      carried_{entry_.carried.value_or(kNothing)} {
   make_file(std::move(data), std::move(ledger));
 }
 
@@ -366,7 +369,20 @@ void TableImpl::add(std::span<const std::int64_t> ids, std::span<const std::byte
 
 StepScalars TableImpl::next_step(std::optional<double> lr) const {
   const Optimizer optimizer = lr ? with_learning_rate(entry_.optimizer, *lr) : entry_.optimizer;
-  return step_scalars(optimizer, step_.load() + 1, entry_.seed);
+  const double carried = carried_.load();
+  return step_scalars(optimizer, step_.load() + 1, entry_.seed, std::isnan(carried) ? std::nullopt : std::optional(carried));
+}
+
+void TableImpl::count_step(const StepScalars& scalars) {
+  carried_ = carried_on(scalars).value_or(kNothing);
+  ++step_;
+  entry_changed_ = true;
+}
+
+void TableImpl::note_steps(TableEntry& entry) const {
+  entry.step = step_.load();
+  const double carried = carried_.load();
+  entry.carried = std::isnan(carried) ? std::nullopt : std::optional(carried);
 }
 
 void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::byte> grads, DType grad_dtype,
@@ -390,8 +406,7 @@ void TableImpl::update(std::span<const std::int64_t> ids, std::span<const std::b
               },
           .done =
               [&] {
-                ++step_;
-                entry_changed_ = true;
+                count_step(*scalars);
                 rows_written_ += ids.size();
               }});
 }
@@ -447,7 +462,7 @@ Prefetcher::Step TableImpl::prefetch_some(Ahead& ahead, const Prefetch::State& j
 TableEntry TableImpl::entry() const {
   const auto lock = side_by_side();
   TableEntry entry = entry_;
-  entry.step = step_.load();
+  note_steps(entry);
   return entry;
 }
 
@@ -502,7 +517,7 @@ TableEntry TableImpl::flush_and_sync() {
   note_dirty();
   if (file_->ahead()) file_->sync();
   TableEntry entry = entry_;
-  entry.step = step_.load();
+  note_steps(entry);
   entry.counters = counters_now();
   ++entry.counters.commits;
   return entry;
@@ -704,6 +719,7 @@ void TableImpl::drop_files() noexcept {
 void TableImpl::replace_files(TableEntry entry, File data, PageLedger ledger) {
   entry_ = std::move(entry);
   step_ = entry_.step;
+  carried_ = entry_.carried.value_or(kNothing);
   make_file(std::move(data), std::move(ledger));
   keep_mapping();
 }

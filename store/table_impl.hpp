@@ -172,6 +172,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void make_file(File data, PageLedger ledger);
   void keep_checksums();  // if the share has room for them: from then on every page read is verified
   StepScalars next_step(std::optional<double> lr) const;  // throws InvalidArgument for an lr that cannot be
+  void count_step(const StepScalars& scalars);            // which was made: the next one carries on from it
+  void note_steps(TableEntry& entry) const;
   // Applies what the log has of committed pages. With files_ taken alone: then nothing of the table is applied afterwards.
   void settle();
   // Compares written pages with their checksums and calls bad(page, mark) for each that is none; files_ must be taken alone.
@@ -291,6 +293,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   FairSharedMutex rows_;
   TableEntry entry_;
   std::atomic<std::uint64_t> step_;
+  std::atomic<double> carried_;  // TableEntry::carried; NaN: nothing
   std::atomic<std::uint64_t> optimizer_version_{0};
   std::atomic<bool> entry_changed_{false};
   std::unique_ptr<PageFile> file_;

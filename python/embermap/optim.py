@@ -257,6 +257,8 @@ class ASGD(_Checked):
 
     "ax" is the weight itself up to step t0 + 1, and is drawn towards it later; it does not enter
     the training. A row first met after that (with step="global") has an average that begins at 0.
+    As in torch, a step's size is made at the end of the one before: a change of lr counts one step
+    later. With step="row" it is the lr of the table's step before, not of the row's.
     """
 
     lr: float = 1e-2

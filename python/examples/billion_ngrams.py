@@ -49,6 +49,7 @@ from example_parts import (
     DemoError,
     forget_peak_memory,
     give_memory_back,
+    hash_ngrams,
     memory_of_process,
     mib,
     parse_size,
@@ -92,24 +93,6 @@ def read_corpus(paths: Sequence[Path]) -> Corpus:
 
 
 # --- rows of a place in the text ------------------------------------------------------------------
-
-
-def hash_ngrams(words: NDArray[np.int32], n: int, rows: int) -> Ids:
-    """Rows of the n-grams of word numbers: (len(words) - n + 1,) in [0, rows).
-
-    Words are mixed in one after the other (SplitMix64's finalizer), so that their order matters;
-    n-grams of different n begin differently.
-    """
-    count = max(0, len(words) - n + 1)
-    mixed = np.full(count, n, np.uint64)
-    for i in range(n):
-        mixed *= np.uint64(0x9E3779B97F4A7C15)
-        mixed += words[i : i + count].astype(np.uint64) + np.uint64(1)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed ^= mixed >> np.uint64(shift)
-            mixed *= np.uint64(factor)
-        mixed ^= mixed >> np.uint64(31)
-    return (mixed % np.uint64(rows)).astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the examples share: reading texts, folders of their own, memory of the process, sizes."""
+"""What the examples share: reading texts, folders of their own, runs that go on, memory, sizes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import argparse
 import contextlib
 import ctypes
 import gzip
+import json
+import math
 import re
 import shutil
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import embermap as em
 import numpy as np
 from numpy.typing import NDArray
 
@@ -78,6 +81,24 @@ def read_words(paths: Sequence[Path]) -> tuple[list[str], NDArray[np.int32], int
     return list(seen), text, text_bytes
 
 
+def hash_ngrams(words: NDArray[Any], n: int, rows: int) -> NDArray[np.int64]:
+    """Rows of the n-grams of words, or bytes, by number: (len(words) - n + 1,) in [0, rows).
+
+    Words are mixed in one after the other (SplitMix64's finalizer), so that their order matters;
+    n-grams of different n begin differently.
+    """
+    count = max(0, len(words) - n + 1)
+    mixed = np.full(count, n, np.uint64)
+    for i in range(n):
+        mixed *= np.uint64(0x9E3779B97F4A7C15)
+        mixed += words[i : i + count].astype(np.uint64) + np.uint64(1)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            mixed ^= mixed >> np.uint64(shift)
+            mixed *= np.uint64(factor)
+        mixed ^= mixed >> np.uint64(31)
+    return (mixed % np.uint64(rows)).astype(np.int64)
+
+
 # --- a folder of its own --------------------------------------------------------------------------
 
 
@@ -113,6 +134,161 @@ def remove_files(folder: Path, own: Sequence[str]) -> None:
             path.unlink(missing_ok=True)
     if folder.exists() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+class Run:
+    """A folder with a training that can be killed at any moment and goes on with the same command.
+
+    It has the store `tables/`, the file of `embermap.torch.save` `model.pt`, and `run.json`: the
+    options, and how far it is. Options that decide the result must be those of before.
+    """
+
+    OWN = ("run.json", "run.json.tmp", "tables", "model.pt", "model.pt.next", "model.pt.part")
+
+    def __init__(self, folder: Path, options: Mapping[str, Any], overwrite: bool) -> None:
+        """Make the folder, or find what an earlier run has left there.
+
+        Raises DemoError: it has files of somebody else, a run that is complete, or one with other
+        options, and overwrite is false.
+        """
+        self.folder = folder
+        self._options = dict(options)
+        self._file = folder / "run.json"
+        earlier = None
+        if not overwrite and self._file.is_file():
+            earlier = json.loads(self._file.read_text(encoding="utf-8"))
+        if earlier is None or earlier["stage"] == "complete":
+            prepare_folder(folder, self.OWN, overwrite)
+        else:
+            for name, value in self._options.items():
+                if earlier["options"].get(name) != value:
+                    raise DemoError(
+                        f"{folder} holds an interrupted run with another "
+                        f"--{name.replace('_', '-')}; go on with the same options, replace it with "
+                        "--overwrite, or choose another folder with --store"
+                    )
+            if earlier["stage"] != "begun":  # killed before it had saved anything
+                remove_files(folder, self.OWN)
+                folder.mkdir(parents=True, exist_ok=True)
+        self.begun = earlier is not None and earlier["stage"] == "begun"
+        if self.begun:
+            print(f"{folder} has a run that did not end: going on from what it saved last")
+        else:
+            self._note("new")
+
+    @property
+    def tables(self) -> Path:
+        """Where the store is."""
+        return self.folder / "tables"
+
+    @property
+    def checkpoint(self) -> Path:
+        """The file of `embermap.torch.save`."""
+        return self.folder / "model.pt"
+
+    def begin(self) -> None:
+        """Something is saved: from here on a run goes on."""
+        self._note("begun")
+
+    def end(self, keep: bool) -> None:
+        """All is done: remove the folder, or keep it and say what it has."""
+        if keep:
+            self._note("complete")
+            print(f"Kept in {self.folder}: the store tables/, model.pt")
+        else:
+            remove_files(self.folder, self.OWN)
+            print(f"Removed {self.folder} (--keep keeps it)")
+
+    def _note(self, stage: str) -> None:
+        """Write the file, whole or not at all."""
+        partial = self._file.with_name("run.json.tmp")
+        text = json.dumps({"options": self._options, "stage": stage}) + "\n"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self._file)
+
+
+def step_or_save(step: Callable[[], Any], save: Callable[[], Any]) -> None:
+    """A step of one table; where the redo log has no room for it, after a checkpoint.
+
+    The step that is refused has changed nothing, so that the checkpoint is of the step before.
+    """
+    try:
+        step()
+    except em.LogFullError:
+        save()
+        step()
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+
+def at_least(smallest: float, kind: type = int) -> Callable[[str], Any]:
+    """An argument type: a number of this kind, not below `smallest`."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not smallest <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"not a number of at least {smallest:g}: {text!r}")
+        return value
+
+    return parse
+
+
+def add_run_options(parser: argparse.ArgumentParser, store: str, memory: str) -> None:
+    """The options of every example that trains: where, through how much memory, on what."""
+    add = parser.add_argument
+    add(
+        "--store",
+        type=Path,
+        default=Path(store),
+        metavar="DIR",
+        help="folder for the store and the checkpoint",
+    )
+    add("--keep", action="store_true", help="keep that folder when done")
+    add("--overwrite", action="store_true", help="replace an earlier run in that folder")
+    add("--memory", type=parse_size, default=memory, metavar="SIZE", help="budget of the store")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute; auto: on a GPU if there is one",
+    )
+    add("--seed", type=at_least(0), default=1, help="of the data, the rows and their order")
+
+
+def pick_device(choice: str) -> Any:
+    """The torch.device for "auto", "cpu" or "cuda"."""
+    import torch  # not all examples need it
+
+    if choice == "cuda" and not torch.cuda.is_available():
+        raise DemoError("--device cuda: PyTorch finds no GPU here")
+    if choice == "auto":
+        choice = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(choice)
+
+
+def summary(rows: Mapping[str, str]) -> None:
+    """Print what a run has found, a line each."""
+    width = max(map(len, rows))
+    print("Summary")
+    for name, value in rows.items():
+        print(f"  {name:{width}}  {value}")
+
+
+def pages_line(*tables: Any) -> str:
+    """What tables did with their pages, from `Table.stats()`, in words."""
+    total = {
+        field: sum(table.stats()[field] for table in tables)
+        for field in ("hits", "misses", "bytes_read", "bytes_written")
+    }
+    share = total["hits"] / max(total["hits"] + total["misses"], 1)
+    return (
+        f"{share:.1%} found in memory; {mib(total['bytes_read'])} read, "
+        f"{mib(total['bytes_written'])} written"
+    )
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ def draw(rng: np.random.Generator, chances: np.ndarray) -> tuple[np.ndarray, ...
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000, help="batches to train on")
-    steps = parser.parse_args().steps
+    parser.add_argument("--save", metavar="FILE.npy", help="write the vectors of all words there")
+    args = parser.parse_args()
+    steps = args.steps
 
     torch.manual_seed(1)
     rng = np.random.default_rng(1)
@@ -110,11 +112,16 @@ def main() -> int:
         if step % 100 == 99:
             print(f"step {step + 1}: loss {np.mean(losses[-100:]):.3f}")
 
+    # What the optimizer kept goes first, as it always had to: the vectors need its room.
+    del u_state, v_state
+    all_vectors = u_rows.getNumpyVersion()
+    if args.save is not None:
+        np.save(args.save, all_vectors)
     # With nothing learned every score is 0, and the loss stays here.
     blind = (POSITIVES + NEGATIVES) * math.log(2)
     reached = float(np.mean(losses[-20:]))
-    vectors = u_rows.getNumpyVersion()[:200]
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = all_vectors[:200]
+    vectors = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     alike = vectors @ vectors.T
     same = np.equal.outer(np.arange(200) % TOPICS, np.arange(200) % TOPICS)
     np.fill_diagonal(same, False)

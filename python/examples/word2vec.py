@@ -52,11 +52,13 @@ import torch.nn.functional as F
 from example_parts import (
     DICTIONARY,
     DemoError,
+    at_least,
     forget_peak_memory,
     give_memory_back,
     memory_of_process,
     mib,
     parse_size,
+    pick_device,
     prepare_folder,
     read_words,
     remove_files,
@@ -337,15 +339,6 @@ def mb(n: float) -> str:
 
 
 # --- the demonstration ----------------------------------------------------------------------------
-
-
-def pick_device(choice: str) -> torch.device:
-    """The device for "auto", "cpu" or "cuda"."""
-    if choice == "cuda" and not torch.cuda.is_available():
-        raise DemoError("--device cuda: PyTorch finds no GPU here")
-    if choice == "auto":
-        choice = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(choice)
 
 
 def rehearse(batch: Batch, dim: int, weights: torch.Tensor, negatives: int) -> None:
@@ -731,21 +724,6 @@ def demonstrate(
 
 
 # --- command line ---------------------------------------------------------------------------------
-
-
-def at_least(smallest: float, kind: type = int) -> Callable[[str], Any]:
-    """An argument type: a number of this kind, not below `smallest`."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not smallest <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"not a number of at least {smallest:g}: {text!r}")
-        return value
-
-    return parse
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

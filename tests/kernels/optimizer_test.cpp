@@ -94,6 +94,30 @@ TEST(Optimizer, ScalarsOfAStep) {
   EXPECT_THROW(step_scalars(std::monostate{}, 1), InvalidArgument);
 }
 
+TEST(Optimizer, NAdamsProductIsOfTheBetasThatStepsWereMadeWith) {
+  std::optional<double> same, changing;
+  double expected = 1;
+  for (std::uint64_t step = 1; step <= 40; ++step) {
+    const StepScalars plain = step_scalars(NAdam{}, step, 0, same);
+    EXPECT_NEAR(plain.mu_product, step_scalars(NAdam{}, step).mu_product, 1e-14 * plain.mu_product) << step;
+    same = carried_on(plain);
+    const double beta = 0.5 + 0.01 * static_cast<double>(step % 40);
+    const StepScalars scalars = step_scalars(NAdam{.betas = {beta, 0.999}}, step, 0, changing);
+    EXPECT_NEAR(scalars.mu_product, expected, 1e-12 * expected) << step;
+    expected *= beta * (1 - 0.5 * std::pow(0.96, static_cast<double>(step) * 0.004));
+    changing = carried_on(scalars);
+  }
+  EXPECT_FALSE(carried_on(step_scalars(NAdam{.step = StepOf::kRow}, 3)));  // its rows have their own
+  EXPECT_FALSE(carried_on(step_scalars(Adam{}, 3)));
+}
+
+TEST(Optimizer, TheRateOfAsgdCountsOneStepLater) {
+  const StepScalars scalars = step_scalars(Asgd{.lr = 0.3}, 5, 0, 0.1);
+  EXPECT_EQ(scalars.lr_before, 0.1);
+  EXPECT_EQ(carried_on(scalars), 0.3);
+  EXPECT_EQ(step_scalars(Asgd{.lr = 0.3}, 5).lr_before, 0.3);  // nothing is known: always the same
+}
+
 // Three updates of a 4 x 3 table with repeated ids. The expected weights and states are those of a double-precision calculation
 // of torch.optim's formulas in Python, which agreed with torch.optim.SGD and Adagrad to 3e-16: plain ones dense and sparse,
 // momentum and weight decay dense, on the rows touched. Row 2 is never touched.

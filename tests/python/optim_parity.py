@@ -2,13 +2,18 @@
 
 Run as a program it prints a table: each optimizer with several options, each dtype, each way of
 training, the largest difference of weights and state as a part of the largest element of its row.
-test_optim.py checks the same.
+test_optim.py checks the same. With --page it keeps the figures of this device, and makes
+docs/parity.md of all that are kept:
+
+    python tests/python/optim_parity.py --page                   # on the CPU
+    python tests/python/optim_parity.py --page --device cuda     # where there is a GPU
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +26,10 @@ import torch
 
 ROWS, DIM, STEPS = 12, 7, 100
 WAYS = ("dense", "rows", "late")
+DTYPES = ("float32", "float64")
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+DOCS = Path(__file__).parents[2] / "docs"
+FIGURES, PAGE = DOCS / "parity.json", DOCS / "parity.md"
 
 
 @dataclass(frozen=True)
@@ -263,20 +272,30 @@ def summed(ids: np.ndarray[Any, Any], grads: np.ndarray[Any, Any]) -> dict[int, 
     return sums
 
 
-def train(table: em.Table, reference: Reference, way: str, dtype: str) -> None:
+def train(table: em.Table, reference: Reference, way: str, dtype: str, device: str) -> None:
     for ids, grads in batches(way, dtype):
-        table.update(ids, grads)
+        if device == "cpu":
+            table.update(ids, grads)
+        else:
+            table.update(torch.from_numpy(ids).to(device), torch.from_numpy(grads).to(device))
         reference.step(summed(ids, grads))
 
 
-def compare(case: Case, way: str, dtype: str, folder: Path) -> dict[str, tuple[float, float]]:
+def compare(
+    case: Case, way: str, dtype: str, folder: Path, device: str = "cpu"
+) -> dict[str, tuple[float, float]]:
     """For each field the largest difference, as a part of the largest element of its row, and the
     largest one of those beyond 1e-5 of the value and 1e-6 of the row's largest (else 0).
     """
     options = {"step": "row"} if way == "rows" and case.counts_steps else {}
     with (
         default_dtype(getattr(torch, dtype)),
-        em.open(folder / f"{way}-{dtype}", memory="4MiB", threads=2) as store,
+        em.open(
+            folder / f"{way}-{dtype}",
+            memory="4MiB",
+            threads=2,
+            device=None if device == "cpu" else device,
+        ) as store,
     ):
         table = store.create(
             f"t{len(store.tables())}",
@@ -288,7 +307,7 @@ def compare(case: Case, way: str, dtype: str, folder: Path) -> dict[str, tuple[f
             seed=3,
         )
         reference = Reference(case, way, torch.from_numpy(table[:]))
-        train(table, reference, way, dtype)
+        train(table, reference, way, dtype, device)
         found = {}
         for name in table.fields:
             if name == "mu_product" or (name == "step" and case.kind == "SGD"):
@@ -315,23 +334,77 @@ def ways_of(case: Case) -> tuple[str, ...]:
     return WAYS if case.counts_steps else ("dense", "rows")
 
 
+def keep(figures: dict[str, Any]) -> None:
+    """Figures of a device beside those of others, and the page of all of them."""
+    found = json.loads(FIGURES.read_text(encoding="utf-8")) if FIGURES.exists() else {}
+    found.update(figures)
+    FIGURES.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    PAGE.write_text(page(found), encoding="utf-8")
+
+
+def page(found: dict[str, Any]) -> str:
+    """The page of what was kept: device -> {"torch": its version, "cases": name -> dtype -> way ->
+    [largest difference, largest one beyond the limit]}."""
+    columns = [(device, dtype) for device in DEVICES for dtype in DTYPES]
+    versions = {DEVICES[device]: each["torch"] for device, each in sorted(found.items())}
+    made = ", ".join(f"torch {version} on the {device}" for device, version in versions.items())
+    lines = [
+        "# Optimizers beside torch's",
+        "",
+        "Made by `python tests/python/optim_parity.py --page` (with `--device cuda` for a GPU's "
+        "columns); numbers here are not written by hand.",
+        f"Beside {made}.",
+        "",
+        f"Each optimizer takes {STEPS} steps with these options, ids twice and more in a batch "
+        "among them, and torch's takes the same in three ways:",
+        "every row in every batch, as one parameter; each row a parameter of its own "
+        '(`step="row"`); rows that come late, with the count of steps of',
+        "the table. The figure is the largest difference of weights and state there, as a part of "
+        "the largest element of its row; `!` would mark one beyond",
+        "1e-5 of the value and 1e-6 of the largest element of its row. `RowWiseAdagrad` is beside "
+        "torchrec's formula. `tests/python/test_optim.py` checks the same.",
+        "",
+        "| optimizer | " + " | ".join(f"{DEVICES[d]}, {dtype}" for d, dtype in columns) + " |",
+        "|---|" + "---|" * len(columns),
+    ]
+    for case in CASES:
+        cells = []
+        for device, dtype in columns:
+            ways = found.get(device, {}).get("cases", {}).get(case.name, {}).get(dtype)
+            if ways is None:
+                cells.append("not measured")
+                continue
+            most = max(most for most, _ in ways.values())
+            cells.append(f"{most:.0e}" + ("!" if any(bad for _, bad in ways.values()) else ""))
+        lines.append(f"| `{case.name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", help="only this optimizer")
+    parser.add_argument("--device", choices=tuple(DEVICES), default="cpu", help="default: cpu")
+    parser.add_argument("--page", action="store_true", help="keep the figures, make docs/parity.md")
     arguments = parser.parse_args()
+    if arguments.page and arguments.kind:
+        parser.error("a page is of all optimizers: --page goes without --kind")
     print(f"{STEPS} steps; the largest difference as a part of the largest element of its row")
     print(f"{'optimizer':84} {'dtype':8} " + " ".join(f"{way:>9}" for way in WAYS))
+    cases: dict[str, dict[str, dict[str, tuple[float, float]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for case in CASES:
             if arguments.kind not in (None, case.kind):
                 continue
-            for dtype in ("float32", "float64"):
+            for dtype in DTYPES:
                 line = f"{case.name:84} {dtype:8}"
                 for way in ways_of(case):
-                    found = compare(case, way, dtype, Path(folder))
-                    mark = "!" if any(bad for _, bad in found.values()) else ""
-                    line += f" {max(most for most, _ in found.values()):>8.1e}{mark or ' '}"
+                    found = compare(case, way, dtype, Path(folder), arguments.device)
+                    most, bad = (max(pair[k] for pair in found.values()) for k in (0, 1))
+                    cases.setdefault(case.name, {}).setdefault(dtype, {})[way] = (most, bad)
+                    line += f" {most:>8.1e}{'!' if bad else ' '}"
                 print(line, flush=True)
+    if arguments.page:
+        keep({arguments.device: {"torch": torch.__version__, "cases": cases}})
 
 
 if __name__ == "__main__":

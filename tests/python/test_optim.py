@@ -58,6 +58,26 @@ def test_training_equals_torchs(tmp_path, case, dtype):
             assert bad == 0, (way, name, most, bad)
 
 
+def test_the_page_is_of_the_figures_that_are_kept_and_has_every_case():
+    found = json.loads(parity.FIGURES.read_text(encoding="utf-8"))
+    assert parity.page(found) == parity.PAGE.read_text(encoding="utf-8")
+    names = {case.name for case in parity.CASES}
+    for device, figures in found.items():
+        assert device in parity.DEVICES
+        assert set(figures["cases"]) == names
+        for name, by_dtype in figures["cases"].items():
+            for ways in by_dtype.values():
+                assert all(bad == 0 for _, bad in ways.values()), (device, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", parity.CASES, ids=case_name)
+def test_training_on_a_gpu_equals_torchs(tmp_path, case):
+    for way in parity.ways_of(case):
+        for name, (most, bad) in parity.compare(case, way, "float32", tmp_path, "cuda").items():
+            assert bad == 0, (way, name, most, bad)
+
+
 def test_every_optimizer_is_compared():
     assert {case.kind for case in parity.CASES} == set(KINDS)
 

@@ -746,6 +746,95 @@ class Plain(torch.optim.Optimizer):
                 p -= group["lr"] * state["mass"]
 
 
+BY_ROWS = {
+    "SGD": {"lr": 0.1},
+    "SGD, dampening": {"lr": 0.1, "momentum": 0.9, "dampening": 0.4},
+    "Adagrad": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5},
+    "Adadelta": {},
+    "Adam": {"lr": 0.05, "amsgrad": True},
+    "AdamW": {"lr": 0.05},
+    "Adamax": {"lr": 0.05},
+    "NAdam": {"lr": 0.05},
+    "RAdam": {"lr": 0.05},
+    "ASGD": {"lr": 0.05, "t0": 1, "lambd": 0.1},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Rprop": {"lr": 0.02},
+    "SparseAdam": {"lr": 0.05},
+}
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_rows_that_count_their_own_steps_train_as_parameters_of_their_own(name, tmp_path):
+    kind, options = getattr(torch.optim, name.split(",")[0]), BY_ROWS[name]
+    torch.manual_seed(0)
+    model = Model()
+    weight = model.u_embeddings.weight
+    other = torch.nn.Parameter(torch.ones(2, 2))  # of the same optimizer, stepped by itself
+    sparse = kind is torch.optim.SparseAdam
+    optimizer = kind([weight] if sparse else [weight, other], **options)
+    batches = [[1, 2], [2, 3, 4], [4], [1, 2, 3, 4, 5], [2, 5], [0, 1, 2]]
+    gradients = [torch.randn(len(ids), D) for ids in batches]
+
+    alone = [torch.nn.Parameter(torch.full((1, D), 0.5)) for _ in range(V)]
+    steppers = [kind([row], **options) for row in alone]
+    for ids, grads in zip(batches, gradients, strict=True):
+        for row, grad in zip(ids, grads, strict=True):
+            alone[row].grad = grad[None].to_sparse(1) if sparse else grad[None].clone()
+            steppers[row].step()
+    kept = torch.nn.Parameter(torch.ones(2, 2))
+    if not sparse:
+        twin = kind([kept], **options)
+        for _ in batches:
+            kept.grad = torch.ones(2, 2)
+            twin.step()
+
+    def opened():
+        rows = SpeedTorch.ModelFactory(model.u_embeddings, V, D, directory=tmp_path / "rows")
+        state = SpeedTorch.OptimizerFactory(
+            optimizer, V, D, model, "u_embeddings", directory=tmp_path / "state", step="row"
+        )
+        return rows, state
+
+    rows, state = opened()
+    rows.zerosInit()
+    rows.getCupyVar()[:] = torch.full((V, D), 0.5)
+    state.optInit()
+    for number, (ids, grads) in enumerate(zip(batches, gradients, strict=True)):
+        if number == 3:  # another session goes on with the steps of each row
+            for each in (rows, state):
+                each.close()
+            optimizer.state.pop(weight, None)
+            rows, state = opened()
+            rows.resume()
+            state.resume()
+        rows.beforeForwardPass(ids)
+        state.beforeForwardPass(ids)
+        weight.grad = grads.to_sparse(1) if sparse else grads.clone()
+        other.grad = torch.ones(2, 2)
+        optimizer.step()
+        assert weight.grad is not None
+        rows.afterOptimizerStep(ids)
+        state.afterOptimizerStep(ids)
+    expected = torch.cat([row.detach() for row in alone]).numpy()
+    np.testing.assert_allclose(rows.getNumpyVersion(), expected, rtol=1e-5, atol=1e-6)
+    counts = [sum(row in ids for ids in batches) for row in range(V)]
+    assert state.getNumpyVersion()["row_steps"].tolist() == counts
+    if not sparse:
+        assert torch.equal(other, kept)
+    for each in (rows, state):
+        each.close()
+
+
+def test_steps_of_rows_that_cannot_be(model):
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match='"global" or "row", not \'own\''):
+        SpeedTorch.OptimizerFactory(optimizer, V, D, model, "u_embeddings", step="own")
+    with SpeedTorch.OptimizerFactory(optimizer, V, D, model, "u_embeddings", step="row") as state:
+        state.optInit()
+        with pytest.raises(RuntimeError, match="no closure"):
+            optimizer.step(lambda: 0.0)
+
+
 def test_an_optimizer_of_somebody_else():
     torch.manual_seed(0)
     model = Model()
@@ -810,6 +899,17 @@ def test_optimizers_that_mix_rows_are_refused(name, model):
     optimizer = getattr(torch.optim, name)([model.u_embeddings.weight])
     with pytest.raises(ValueError, match=f"{name} is not supported"):
         SpeedTorch.OptimizerFactory(optimizer, V, D, model, "u_embeddings")
+
+
+def test_an_optimizer_of_somebody_else_that_mixes_rows_is_refused(model):
+    class Trust(Plain):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.data -= group["lr"] * p.data.norm() / p.grad.norm() * p.grad
+
+    with pytest.raises(ValueError, match="Trust is not supported: .* other rows"):
+        SpeedTorch.OptimizerFactory(Trust([model.u_embeddings.weight]), V, D, model, "u_embeddings")
 
 
 def test_state_that_no_row_has_for_itself_is_refused(model):
@@ -1148,9 +1248,10 @@ def test_the_example_differs_from_the_old_program_by_one_line():
     assert found == ["import embermap.speedtorch as SpeedTorch  # was: import SpeedTorch"]
 
 
-def test_the_example_learns():
+def test_the_example_learns_and_saves_what_it_learned(tmp_path):
+    file = tmp_path / "words.npy"
     done = subprocess.run(
-        [sys.executable, EXAMPLE, "--steps", "300"],
+        [sys.executable, EXAMPLE, "--steps", "300", "--save", file],
         capture_output=True,
         text=True,
         timeout=300,
@@ -1158,4 +1259,7 @@ def test_the_example_learns():
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert done.returncode == 0, done.stderr
-    assert "learned" in done.stdout
+    assert done.stdout.splitlines()[-1] == "learned"
+    words = np.load(file, mmap_mode="r")
+    assert words.shape == (20_000, 64)
+    assert 0 < np.abs(words[:1000]).max() < 100

@@ -89,6 +89,100 @@ def test_schedulers(table, kind):
     schedulers[0].load_state_dict(state)
 
 
+# Hyperparameters of the step before have a part in a step of these: NAdam's product of mu, and the
+# rate of ASGD, which torch makes at the end of each step for the next.
+CYCLED = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True, "eps": 1e-2},
+    "Adam": {"lr": 0.01, "eps": 1e-3},
+    "AdamW": {"lr": 0.01, "eps": 1e-3, "amsgrad": True},
+    "Adamax": {"lr": 0.01, "eps": 1e-3},
+    "NAdam": {"lr": 0.01, "eps": 1e-3},
+    "RAdam": {"lr": 0.01, "eps": 1e-3},
+    "ASGD": {"lr": 0.1, "lambd": 0.01, "t0": 5},
+    "Adagrad": {"lr": 0.1, "lr_decay": 0.01},
+    "Adadelta": {"lr": 1.0},
+}
+
+
+@pytest.mark.parametrize("schedule", ["CyclicLR", "OneCycleLR"])
+@pytest.mark.parametrize("kind", CYCLED)
+def test_cycles_of_rate_and_momentum_are_torchs(path, kind, schedule):
+    """Also over a session that ends in the middle of a cycle."""
+    options = CYCLED[kind]
+    cycled = kind not in ("ASGD", "Adagrad", "Adadelta")
+
+    def scheduled(optimizer):
+        if schedule == "CyclicLR":
+            return SCHEDULERS.CyclicLR(
+                optimizer, 0.02, 0.2, 3, base_momentum=0.5, max_momentum=0.95, cycle_momentum=cycled
+            )
+        return SCHEDULERS.OneCycleLR(
+            optimizer, 0.3, 30, base_momentum=0.5, max_momentum=0.95, cycle_momentum=cycled
+        )
+
+    generator = torch.Generator().manual_seed(3)
+    gradients = torch.randn(30, ROWS, DIM, generator=generator)
+    ids = torch.arange(ROWS)
+    store = em.open(path, memory="4MiB", threads=2)
+    table = store.create(
+        "t", rows=ROWS, dim=DIM, optimizer=getattr(em.optim, kind)(**options), init=em.init.Normal()
+    )
+    theirs = torch.nn.Parameter(torch.from_numpy(table[:]))
+    other = getattr(torch.optim, kind)([theirs], **options)
+    embedding = em.torch.Embedding(table)
+    optimizer = em.torch.Optimizer(embedding)
+    schedulers = [scheduled(optimizer), scheduled(other)]
+    for step, gradient in enumerate(gradients):
+        if step == 14:
+            kept = optimizer.state_dict(), schedulers[0].state_dict()
+            store.close()
+            store = em.open(path, memory="4MiB", threads=2)
+            table = store["t"]
+            embedding = em.torch.Embedding(table)
+            optimizer = em.torch.Optimizer(embedding)
+            schedulers[0] = scheduled(optimizer)
+            optimizer.load_state_dict(kept[0])
+            schedulers[0].load_state_dict(kept[1])
+        optimizer.zero_grad()
+        embedding(ids).backward(gradient)
+        theirs.grad = gradient.clone()
+        for each in (optimizer, other, *schedulers):
+            each.step()
+    torch.testing.assert_close(torch.from_numpy(table[:]), theirs.data, rtol=1e-5, atol=1e-6)
+    store.abandon()
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD"])
+def test_what_steps_carry_on_is_kept_by_commits_alone(path, kind):
+    """A crash takes the steps after the last commit, and what they would carry on, with it."""
+    options = CYCLED[kind]
+    ids, gradient = torch.arange(ROWS), torch.ones(ROWS, DIM)
+
+    def train(table, steps, first):
+        for step in range(first, first + steps):
+            if kind == "NAdam":
+                betas = (0.5 + 0.04 * (step % 10), 0.999)
+                table.optimizer = dataclasses.replace(table.optimizer, betas=betas)
+                table.update(ids, gradient)
+            else:
+                table.update(ids, gradient, lr=0.01 * (1 + step % 7))
+
+    made = getattr(em.optim, kind)(**options)
+    with em.open(path, memory="4MiB", threads=2) as store:
+        whole = store.create("whole", rows=ROWS, dim=DIM, optimizer=made)
+        train(whole, 20, 0)
+        expected = whole[:]
+        train(store.create("t", rows=ROWS, dim=DIM, optimizer=made), 9, 0)
+        store.commit()
+        train(store["t"], 4, 9)
+        store.abandon()
+    with em.open(path, memory="4MiB", threads=2) as store:
+        assert store["t"].step == 9
+        train(store["t"], 11, 9)
+        assert (store["t"][:] == expected).all()
+
+
 @pytest.mark.parametrize("kind", ["CyclicLR", "OneCycleLR"])
 def test_momentum_cannot_be_cycled_where_there_is_none(store, kind):
     adagrad = store.create("a", rows=ROWS, dim=DIM, optimizer=em.optim.Adagrad(0.1))
@@ -203,6 +297,50 @@ def test_every_optimizer_of_tables(store, kind):
     again.load_state_dict(optimizer.state_dict())
     optimizer.step()
     assert optimizer.param_groups[0]["lr"] == table.optimizer.lr == 0.05
+
+
+def test_a_state_of_before_some_options_gets_their_defaults(table):
+    optimizer = em.torch.Optimizer(em.torch.Embedding(table))
+    optimizer.param_groups[0]["lr"] = 0.25
+    state = optimizer.state_dict()
+    for name in ("maximize", "clip_value", "clip_row", "stochastic_rounding", "dampening"):
+        del state["param_groups"][0][name]
+    again = em.torch.Optimizer(em.torch.Embedding(table))
+    again.load_state_dict(state)
+    group = again.param_groups[0]
+    assert (group["lr"], group["clip_row"], group["maximize"]) == (0.25, None, False)
+    assert "clip_row" not in state["param_groups"][0]  # the caller's is left as it was
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda state: state["param_groups"].clear(), ValueError, "different number of parameter"),
+        (lambda state: state["param_groups"][0].pop("table"), ValueError, "names no table"),
+        (lambda state: state["param_groups"][0].update(table="u"), ValueError, "of table 'u'"),
+        (lambda state: state["param_groups"][0].pop("momentum"), ValueError, "has no 'momentum'"),
+        (lambda state: state["param_groups"][0].update(eps=1e-8), ValueError, "kind.*has 'eps'"),
+        (lambda state: state["param_groups"][0].update(lr=-1.0), ValueError, "[Ll]earning rate"),
+        (lambda state: state["param_groups"][0]["params"].append(7), ValueError, "size"),
+        (lambda state: state.pop("param_groups"), KeyError, "param_groups"),
+    ],
+)
+def test_states_that_cannot_be_are_refused(table, change, error, text):
+    optimizer = em.torch.Optimizer(em.torch.Embedding(table))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["momentum"] = 0.5
+    change(state)
+    with pytest.raises(error, match=text):
+        optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["momentum"] == 0.8
+
+
+def test_the_state_of_torchs_own_optimizer_is_refused(table):
+    (_, optimizer), (_, others) = both(table)
+    with pytest.raises(ValueError, match=r"not of embermap\.torch\.Optimizer"):
+        optimizer.load_state_dict(others.state_dict())
+    with pytest.raises(TypeError, match="must be a dict, not list"):
+        optimizer.load_state_dict([])
 
 
 def test_hooks_are_called(table):

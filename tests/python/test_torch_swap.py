@@ -468,6 +468,54 @@ def test_factories_that_cannot_be(opened, factory, error, text):
         em.torch.Swap(filled(opened), factory)
 
 
+class Trust(RowWise):
+    """As LARS: the size of a step is by the norms of the whole weight and its gradient."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    ratio = p.data.norm() / (p.grad.norm() + 1e-8)
+                    p.data -= group["lr"] * ratio * p.grad
+
+
+class Noisy(RowWise):
+    """Draws random numbers for each row: rows stay alone."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data -= group["lr"] * (p.grad + torch.randn_like(p))
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda p: torch.optim.LBFGS(p),
+        lambda p: torch.optim.Adafactor(p),
+        lambda p: torch.optim.Muon(p),
+        Trust,
+    ],
+)
+@pytest.mark.parametrize("dim", [1, DIM])
+def test_optimizers_that_mix_rows_are_refused_by_name(opened, factory, dim):
+    table = opened.create("t", rows=ROWS, dim=dim)
+    name = type(factory([torch.nn.Parameter(torch.zeros(2, dim))])).__name__
+    with pytest.raises(TypeError, match=f"{name} cannot train a table: .* other rows"):
+        em.torch.Swap(table, factory)
+    assert list(opened) == ["t"]
+
+
+def test_random_numbers_of_an_optimizer_are_no_mixing_and_the_callers_stay(opened):
+    before = torch.get_rng_state()
+    swap = em.torch.Swap(filled(opened), Noisy)
+    assert torch.equal(torch.get_rng_state(), before)
+    swap(torch.tensor([1])).sum().backward()
+    swap.step()
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
 def test_tables_that_cannot_be(opened):
     for table in ("t", torch.nn.Embedding(2, 2), opened.create("i", rows=2, dim=2, dtype="int8")):
         with pytest.raises(TypeError):

@@ -75,6 +75,15 @@ TEST(Manifest, RefusesWhatIsNoNumber) {
         << text;
 }
 
+TEST(Manifest, WhatStepsCarryOnIsKept) {
+  const auto with = [](const char* value) { return with_tables(fmt::format("\"a\": {}, \"carried\": {}}}", kTable, value)); };
+  const Manifest manifest = Manifest::parse(with("0.1"), "embermap.json");
+  EXPECT_EQ(manifest.tables.at("a").carried, 0.1);
+  EXPECT_EQ(Manifest::parse(manifest.text(), "embermap.json").tables.at("a").carried, 0.1);
+  EXPECT_FALSE(Manifest::parse(with_tables("\"a\": " + kTable + "}"), "embermap.json").tables.at("a").carried);
+  for (const char* value : {"-0.5", "true", "\"1\"", "[1]"}) EXPECT_THAT(refusal(with(value)), HasSubstr("'carried'")) << value;
+}
+
 TEST(Manifest, ErrorsStayShortWhateverTheValue) {
   EXPECT_LT(refusal(fmt::format(R"({{"format": "embermap", "version": 1, "commit": "{}"}})", std::string(1'000'000, 'x'))).size(),
             1000U);

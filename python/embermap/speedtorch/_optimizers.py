@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from .. import _checks
+from .. import _checks, _rows_alone
 from .. import init as initializers
 from .._store import Store
 from .._table import Prefetch
@@ -21,10 +23,6 @@ from ._home import PathLike
 from ._models import device_type, try_remove
 from ._rows import Variable, as_tensor, flat_ids
 from ._switcher import Base, first_free, floating, link_file
-
-# What these compute for a row depends on the other rows of the weight, so that a batch of rows is
-# not trained as the whole would be.
-_WHOLE = ("LBFGS", "Muon", "Adafactor")
 
 
 class _Recorder(dict[str, Any]):
@@ -57,6 +55,7 @@ class Field:
     row_shape: tuple[int, ...]
     dtype: torch.dtype  # as the optimizer has it
     first: float
+    exact: bool = False  # kept in this dtype, not in that of the switcher
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,8 @@ def describe(
     kind = type(optimizer)
     rows = 2 if dim != 2 else 3  # so that rows and elements cannot be mistaken
     trial = nn.Parameter(torch.zeros(rows, dim, dtype=param.dtype, device=param.device))
-    own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    options: dict[str, Any] = {**optimizer.defaults, **own}
-    options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
-    if "differentiable" in options:
-        options["differentiable"] = False
-    taken = inspect.signature(kind).parameters
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
-        options = {key: value for key, value in options.items() if key in taken}
     try:
-        probe = kind([trial], **options)
+        probe = _again(optimizer, group)(trial)
         record = _Recorder(probe.state[trial])  # what it has made already, and what it will
         probe.state[trial] = record
         trial.grad = torch.zeros_like(trial)
@@ -98,10 +89,7 @@ def describe(
             trial.grad = torch.zeros_like(trial.data).to_sparse(1)
             probe.step()
     except Exception as error:
-        raise TypeError(
-            f"cannot find out what {kind.__name__} keeps for each row: a step of a second one, "
-            f"made with the same options, failed: {error}"
-        ) from error
+        raise _untried(optimizer, error) from error
     fields: dict[str, Field] = {}
     numbers: dict[str, Any] = {}
     for name, value in record.first.items():
@@ -119,6 +107,126 @@ def describe(
             )
     complete = len(fields) + len(numbers) == len(record.first)
     return State(fields, numbers, complete)
+
+
+_COUNT = "row_steps"  # the field of how many steps a row has had, with step="row"
+
+
+def _by_rows(state: State, name: str) -> State:
+    """The same with a number of its own for each row where there is one for all."""
+    if not state.complete:
+        raise ValueError(
+            f'step="row" needs all of what {name} keeps for a row; it keeps more than numbers and '
+            "tensors"
+        )
+    numbers = {key: Field((), torch.float64, 0, True) for key in state.numbers}
+    return State({**state.fields, **numbers, _COUNT: Field((), torch.int32, 0, True)}, {}, True)
+
+
+class _RowSteps:
+    """Steps the rows of one parameter by the steps that each has had, instead of its optimizer.
+
+    Rows that have the same numbers (steps, and what else there is once for a parameter) are stepped
+    together, by another optimizer of the same kind and options; those that have had none begin as a
+    parameter of their own does.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        group: dict[str, Any],
+        param: Tensor,
+        state: State,
+        numbers: dict[str, Any],
+    ) -> None:
+        self._optimizer, self._group, self._param = optimizer, group, param
+        self._state, self._numbers = state, numbers
+        self._grad: Tensor | None = None
+        me = weakref.ref(self)
+
+        def before(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+            alive = me()
+            if alive is None:
+                return
+            if args[1:] or options.get("closure") is not None:
+                raise RuntimeError(
+                    'with step="row" an optimizer takes no closure: rows are stepped before it '
+                    "would be called"
+                )
+            alive._step()
+
+        def after(*_: Any) -> None:
+            alive = me()
+            if alive is not None and alive._grad is not None:
+                alive._param.grad, alive._grad = alive._grad, None
+
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        live, grad = self._optimizer.state[self._param], self._param.grad
+        if grad is None or _COUNT not in live:
+            return
+        sparse = grad.is_sparse
+        dense = grad.to_dense() if sparse else grad
+        keys = torch.stack([live[name].double() for name in (_COUNT, *self._numbers)], 1)
+        distinct, inverse = torch.unique(keys, dim=0, return_inverse=True)
+        for number, key in enumerate(distinct.tolist()):
+            rows = (inverse == number).nonzero().reshape(-1)
+            part = nn.Parameter(self._param.data[rows])
+            part.grad = dense[rows].to_sparse(1) if sparse else dense[rows]
+            stepper = _again(self._optimizer, self._group)(part)
+            if key[0]:
+                own = {name: live[name][rows] for name in self._elements()}
+                for value, (name, like) in zip(key[1:], self._numbers.items(), strict=True):
+                    own[name] = _number_like(like, value)
+                stepper.state[part].update(own)
+            stepper.step()
+            self._param.data[rows] = part.data
+            found = stepper.state[part]
+            for name in self._elements():
+                if name in found and found[name] is not None:
+                    live[name][rows] = found[name].to(live[name].dtype)
+            for name in self._numbers:
+                live[name][rows] = float(found[name])
+            live[_COUNT][rows] += 1
+        # The optimizer itself has nothing to do for these rows.
+        self._grad, self._param.grad = grad, None
+
+    def _elements(self) -> list[str]:
+        return [n for n in self._state.fields if n != _COUNT and n not in self._numbers]
+
+
+def _again(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> Callable[[nn.Parameter], torch.optim.Optimizer]:
+    """Makes optimizers of the same kind and options over a parameter of its own."""
+    kind = type(optimizer)
+
+    def make(parameter: nn.Parameter) -> torch.optim.Optimizer:
+        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        options: dict[str, Any] = {**optimizer.defaults, **own}
+        options = {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
+        if "differentiable" in options:
+            options["differentiable"] = False
+        taken = inspect.signature(kind).parameters
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
+            options = {key: value for key, value in options.items() if key in taken}
+        return kind([parameter], **options)
+
+    return make
+
+
+def _untried(optimizer: torch.optim.Optimizer, error: Exception) -> TypeError:
+    return TypeError(
+        f"cannot find out what {type(optimizer).__name__} keeps for each row: a step of a second "
+        f"one, made with the same options, failed: {error}"
+    )
+
+
+def _mixing(optimizer: torch.optim.Optimizer) -> ValueError:
+    return ValueError(f"{type(optimizer).__name__} is not supported: {_rows_alone.REASON}")
 
 
 def _constant(value: Tensor) -> float:
@@ -154,6 +262,7 @@ class OptimizerSwitcher(Base):
         device: Any,
         store: Store | None,
         name: str | None,
+        step: str,
     ) -> None:
         if not isinstance(given_optimizer, torch.optim.Optimizer):
             raise TypeError(
@@ -161,14 +270,8 @@ class OptimizerSwitcher(Base):
             )
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be an nn.Module, not {model!r}")
-        kind = type(given_optimizer).__name__
-        for whole in _WHOLE:
-            base = getattr(torch.optim, whole, None)
-            if base is not None and isinstance(given_optimizer, base):
-                raise ValueError(
-                    f"{kind} is not supported: what it does to a row depends on the other rows, "
-                    "so that rows cannot be trained in batches of their own"
-                )
+        if isinstance(given_optimizer, torch.optim.LBFGS):
+            raise _mixing(given_optimizer)
         self.given_optimizer = given_optimizer
         self.total_classes = _checks.integer(total_classes, "total_classes")
         self.embed_dimension = _checks.integer(embed_dimension, "embed_dimension")
@@ -182,7 +285,24 @@ class OptimizerSwitcher(Base):
             raise ValueError("name= is for a store that is given: store=, name=")
         self._param = _parameter(model, variable_name)
         self._group = _group(given_optimizer, self._param, variable_name)
+        make = _again(given_optimizer, self._group)
+        rows = (self.embed_dimension, self._param.dtype, self._param.device)
+        try:
+            mixing = _rows_alone.mixes_rows(make, *rows)
+        except Exception as error:
+            raise _untried(given_optimizer, error) from error
+        if mixing:
+            raise _mixing(given_optimizer)
         self._state = describe(given_optimizer, self._group, self._param, self.embed_dimension)
+        if step not in ("global", "row"):
+            raise ValueError(f'step must be "global" or "row", not {step!r}')
+        self._row_steps: _RowSteps | None = None
+        if step == "row":
+            numbers = self._state.numbers
+            self._state = _by_rows(self._state, type(given_optimizer).__name__)
+            self._row_steps = _RowSteps(
+                given_optimizer, self._group, self._param, self._state, numbers
+            )
         self.optVarList = list(self._state.fields)
         self._untouched = True  # no batch has gone back yet
         self._loaded: dict[str, float] = {}
@@ -221,7 +341,7 @@ class OptimizerSwitcher(Base):
     def _make(self, *, resume: bool = False) -> None:
         fields: dict[str, tuple[tuple[int, ...], torch.dtype, initializers.Initializer]] = {}
         for name, field in self._state.fields.items():
-            dtype = self._row_dtype if field.dtype.is_floating_point else field.dtype
+            dtype = self._kept(field)
             first: initializers.Initializer = initializers.Zeros()
             if field.first != 0:
                 first = initializers.Constant(field.first)
@@ -229,6 +349,11 @@ class OptimizerSwitcher(Base):
         self._create(self.total_classes, fields, resume=resume)
         if self._state.numbers and not self._live().home.scratch:
             self._keep_numbers(resume)
+
+    def _kept(self, field: Field) -> torch.dtype:
+        """The dtype that a field is kept in."""
+        own = field.exact or not field.dtype.is_floating_point
+        return field.dtype if own else self._row_dtype
 
     def _keep_numbers(self, resume: bool) -> None:
         """Steps and the like, one row each, in the same store: they commit with the state."""
@@ -272,7 +397,12 @@ class OptimizerSwitcher(Base):
         live = self._live_state
         # The first buffer of SGD is the gradient, undampened: it makes its own.
         own = self._group.get("dampening") or not self._state.complete
-        if self._untouched and own and not any(name in live for name in fields):
+        if (
+            self._row_steps is None
+            and self._untouched
+            and own
+            and not any(name in live for name in fields)
+        ):
             return
         for name, value in rows.items():
             live[name] = value.to(device, self._state.fields[name].dtype)
@@ -346,7 +476,7 @@ class OptimizerSwitcher(Base):
     ) -> None:
         field = self._state.fields[name]
         wanted = (self.total_classes, *field.row_shape)
-        kind = self._row_dtype if field.dtype.is_floating_point else field.dtype
+        kind = self._kept(field)
         if tuple(shape) != wanted:
             raise ValueError(
                 f"{name!r} of {str(file)!r} has the shape {tuple(shape)}, the state is {wanted}"
@@ -478,6 +608,11 @@ class OptimizerFactory(_Numpy):
         CPUPinn: kept, and needed no more.
         directory, memory, device, store: as for ModelFactory.
         name: beginning of the tables' names in a store that is given; None: variable_name.
+        step: "global": a row that comes late is stepped as if it had been there from the beginning,
+            as in SpeedTorch. "row": each row by its own steps, as a parameter of its own would be;
+            rows of a batch that have had as many steps are stepped together, which takes a step for
+            each number. What the optimizer has once for a parameter, `step` and the like, is a
+            state of each row then, and so is `row_steps`.
 
     Raises TypeError, ValueError (no such variable, not in the optimizer, an optimizer that mixes
     rows), which say what is wrong: there are no half-made objects.
@@ -498,6 +633,7 @@ class OptimizerFactory(_Numpy):
         device: Any = None,
         store: Store | None = None,
         name: str | None = None,
+        step: str = "global",
     ) -> None:
         self.CPUPinn = CPUPinn
         self._begin(
@@ -512,6 +648,7 @@ class OptimizerFactory(_Numpy):
             device=device,
             store=store,
             name=name,
+            step=step,
         )
 
     def getCupyVar(self) -> list[Variable]:
@@ -544,6 +681,7 @@ class PytorchOptimizerFactory(_Torch):
         device: Any = None,
         store: Store | None = None,
         name: str | None = None,
+        step: str = "global",
     ) -> None:
         self.deviceType = deviceType
         self.pinType = pinType
@@ -560,6 +698,7 @@ class PytorchOptimizerFactory(_Torch):
             device=named if device is None and store is None else device,
             store=store,
             name=name,
+            step=step,
         )
 
     @property
@@ -591,6 +730,7 @@ class GPUPytorchOptimizerFactory(_Torch):
         device: Any = None,
         store: Store | None = None,
         name: str | None = None,
+        step: str = "global",
     ) -> None:
         self._begin(
             given_optimizer,
@@ -604,6 +744,7 @@ class GPUPytorchOptimizerFactory(_Torch):
             device=device,
             store=store,
             name=name,
+            step=step,
         )
 
     @property
@@ -634,6 +775,7 @@ class CPUPytorchOptimizerFactory(_Torch):
         device: Any = None,
         store: Store | None = None,
         name: str | None = None,
+        step: str = "global",
     ) -> None:
         self._begin(
             given_optimizer,
@@ -647,6 +789,7 @@ class CPUPytorchOptimizerFactory(_Torch):
             device=device,
             store=store,
             name=name,
+            step=step,
         )
 
     @property
@@ -682,6 +825,7 @@ class OptimizerFactoryMM(_Numpy):
         device: Any = None,
         store: Store | None = None,
         name: str | None = None,
+        step: str = "global",
     ) -> None:
         self.CPUPinn = CPUPinn
         self.fileName: str | None = None
@@ -698,6 +842,7 @@ class OptimizerFactoryMM(_Numpy):
             device=device,
             store=store,
             name=name,
+            step=step,
         )
         self.diskname = str(variable_name).removesuffix(".weight") + type(given_optimizer).__name__
 

@@ -12,7 +12,9 @@ import threading
 import weakref
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -208,6 +210,27 @@ class Lookup(torch.autograd.Function):
         source, anchor, lead = ctx.origin
         source._collect(ids.reshape(-1), grad, lead, ctx.fetched)
         ctx.fetched = None
+        return torch.zeros_like(anchor.detach()), None, None, None
+
+
+class SmallLookup(torch.autograd.Function):
+    """`Lookup` of rows that have been fetched already, as arrays: NumPy's are made in less time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, rows: NDArray[Any], ids: NDArray[np.int64], source: Source
+    ) -> Tensor:
+        ctx.origin = (source, anchor, ids)
+        ctx.set_materialize_grads(False)
+        return torch.from_numpy(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
+        source, anchor, ids = ctx.origin
+        source._collect(torch.from_numpy(ids), grad, 0)
         return torch.zeros_like(anchor.detach()), None, None, None
 
 

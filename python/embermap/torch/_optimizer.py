@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from .. import optim
 from ._lookup import joined
 from ._modules import Embedding, EmbeddingBag, EmbeddingCollection, TableModule
 from ._swap import Swap
@@ -17,6 +18,13 @@ from ._swap import Swap
 Modules = Embedding | EmbeddingBag | EmbeddingCollection
 
 COUNT = "step"  # the key of a group that has the table's count of updates
+
+# Options that optimizers got after others, and all names of hyperparameters.
+_LATER = {"dampening", "maximize", "decoupled_weight_decay", "clip_value", "clip_row"}
+_LATER |= {"stochastic_rounding"}
+_ALL_NAMES = sorted(
+    {field.name for kind in optim._KINDS.values() for field in dataclasses.fields(kind)} - {COUNT}
+)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -198,20 +206,26 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the hyperparameters of the groups from what `state_dict()` gave.
 
-        Raises ValueError if the groups are of other tables or kinds of optimizers.
+        Options that a state of an earlier version does not know get their defaults. Raises
+        ValueError, as torch does and with nothing changed, for groups of another number, table or
+        kind of optimizer, and for hyperparameters that cannot be; TypeError (it is no dict),
+        KeyError (it has no "param_groups").
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict must be a dict, not {type(state_dict).__name__}")
         saved_groups = state_dict["param_groups"]
-        for saved, group, modules in zip(
-            saved_groups, self.param_groups, self._tables, strict=False
-        ):
-            if saved.get("table") != group["table"]:
-                raise ValueError(
-                    f"the state is of table {saved.get('table')!r}, not {group['table']!r}"
-                )
-            if not {COUNT, *_fields(modules[0])} <= set(saved):
-                raise ValueError(
-                    f"the state for table {group['table']!r} is of another kind of optimizer"
-                )
+        if len(saved_groups) != len(self.param_groups):
+            raise ValueError(
+                f"loaded state dict has a different number of parameter groups: {len(saved_groups)}"
+                f", not {len(self.param_groups)}"
+            )
+        complete = [
+            _saved_group(saved, group, modules[0].table)
+            for saved, group, modules in zip(
+                saved_groups, self.param_groups, self._tables, strict=True
+            )
+        ]
+        state_dict = {**state_dict, "param_groups": complete}
         super().load_state_dict(state_dict)
         for group, modules in zip(self.param_groups, self._tables, strict=True):
             if group[COUNT] != modules[0].table.step:
@@ -288,6 +302,33 @@ def _group(module: TableModule, options: dict[str, Any]) -> dict[str, Any]:
         **{name: getattr(checked, name) for name in names},
         COUNT: table.step,
     }
+
+
+def _saved_group(saved: Any, group: dict[str, Any], table: Any) -> dict[str, Any]:
+    """A group of a state that was saved, complete; ValueError if it is not of this table."""
+    if not isinstance(saved, Mapping) or not {"table", COUNT} <= set(saved):
+        raise ValueError(
+            "loaded state dict is not of embermap.torch.Optimizer: its group for table "
+            f"{group['table']!r} names no table and step"
+        )
+    if saved["table"] != group["table"]:
+        raise ValueError(f"the state is of table {saved['table']!r}, not {group['table']!r}")
+    optimizer = table.optimizer
+    fields = [field for field in dataclasses.fields(optimizer) if field.name != COUNT]
+    missing = [f.name for f in fields if f.name not in saved]
+    # Hyperparameters are there from the first version of an optimizer on; what came later begins
+    # with the default that leaves it out.
+    alien = [name for name in _ALL_NAMES if name in saved and name not in {f.name for f in fields}]
+    if alien or any(name not in _LATER for name in missing):
+        kind = type(optimizer).__name__
+        what = f"has {alien[0]!r}" if alien else f"has no {missing[0]!r}"
+        raise ValueError(
+            f"the state for table {table.name!r} is of another kind of optimizer than {kind}: "
+            f"it {what}"
+        )
+    complete = {**{f.name: f.default for f in fields if f.name in missing}, **saved}
+    _optimizer_of(complete, optimizer)  # a value that cannot be is an error now
+    return complete
 
 
 def _optimizer_of(group: dict[str, Any], optimizer: Any) -> Any:

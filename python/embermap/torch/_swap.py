@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _rows_alone
 from .. import init as initializers
 from .._table import Table
 from ._modules import Embedding, EmbeddingBag, TableModule
@@ -71,8 +72,9 @@ class Swap(nn.Module):
     optimizer's: bias corrections go by all steps, not by those of a row.
 
     With every row in every batch it is the same as the optimizer over the whole table as an
-    `nn.Parameter`. Optimizers that combine rows (Adafactor, Muon) see those of the batch alone.
-    LBFGS is refused, whose state and closures are of all rows at once.
+    `nn.Parameter`. Optimizers whose step of a row depends on other rows (LBFGS, Adafactor, Muon,
+    and others that turn out to do so with a few rows) are refused: they would train with the rows
+    of the batch what they mean to do with all.
 
     `optimizer` is the optimizer, for schedulers, hooks and hyperparameters; its `step()` and
     `zero_grad()` do what those here do (with set_to_none=False it leaves gradients). Between steps
@@ -85,9 +87,9 @@ class Swap(nn.Module):
         optimizer_factory: called with a list of one parameter, makes the optimizer over it alone.
             It is called several times: for the optimizer, and to see what it keeps.
 
-    Raises TypeError (table, or a factory that makes no optimizer; LBFGS), ValueError (an optimizer
-    over other parameters, state that no table can hold, tables of another optimizer's state); a
-    step raises as `Table.gather` and `Table.scatter` do.
+    Raises TypeError (table, or a factory that makes no optimizer, or one that mixes rows),
+    ValueError (an optimizer over other parameters, state that no table can hold, tables of another
+    optimizer's state); a step raises as `Table.gather` and `Table.scatter` do.
     """
 
     def __init__(self, table: Table | Embedding | EmbeddingBag, optimizer_factory: Factory) -> None:
@@ -126,6 +128,13 @@ class Swap(nn.Module):
         self._optimizer.register_step_pre_hook(bring)
         self._optimizer.register_step_post_hook(take)
         self._expected("cpu")  # what cannot be kept is an error now
+        if _rows_alone.mixes_rows(
+            lambda parameter: _made(optimizer_factory, parameter),
+            module._dim,
+            module._dtype,
+            torch.device("cpu"),
+        ):
+            raise _mixing(self._optimizer)
         self._resume()
 
     # --- what it is -------------------------------------------------------------------------------
@@ -395,15 +404,18 @@ def _made(factory: Factory, weight: nn.Parameter) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer_factory must make a torch.optim.Optimizer, not {optimizer!r}")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            "LBFGS cannot train a table: its state and its closures are of all rows at once"
-        )
+        raise _mixing(optimizer)
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if len(held) != 1 or held[0] is not weight:
         raise ValueError(
             "optimizer_factory must make an optimizer over the parameter it is given, and no other"
         )
     return optimizer
+
+
+def _mixing(optimizer: torch.optim.Optimizer) -> TypeError:
+    name = type(optimizer).__name__
+    return TypeError(f"{name} cannot train a table: {_rows_alone.REASON}")
 
 
 def _probe(factory: Factory, table: Table, dtype: torch.dtype, device: str) -> list[State]:
@@ -416,11 +428,12 @@ def _probe(factory: Factory, table: Table, dtype: torch.dtype, device: str) -> l
     found = []
     for rows in (2, 3):
         weight = nn.Parameter(torch.zeros(rows, table.dim, dtype=dtype, device=device))
-        optimizer = _made(factory, weight)
-        weight.grad = torch.zeros_like(weight)
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            weight.grad = weight.grad.to_sparse(1)
-        optimizer.step()
+        with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []):
+            optimizer = _made(factory, weight)
+            weight.grad = torch.zeros_like(weight)
+            if isinstance(optimizer, torch.optim.SparseAdam):
+                weight.grad = weight.grad.to_sparse(1)
+            optimizer.step()
         found.append((type(optimizer).__name__, dict(optimizer.state[weight]), weight))
     (kind, two, weight), (_, three, _) = found
     if two.keys() != three.keys():
