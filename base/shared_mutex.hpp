@@ -1,6 +1,7 @@
 // A std::shared_mutex that lets nobody wait for ever.
 #pragma once
 
+#include <atomic>
 #include <mutex>
 #include <shared_mutex>
 
@@ -12,8 +13,10 @@ namespace embermap {
 class FairSharedMutex {
  public:
   void lock() {
+    waiting_.fetch_add(1, std::memory_order_relaxed);
     const std::lock_guard gate(gate_);
     mutex_.lock();
+    waiting_.fetch_sub(1, std::memory_order_relaxed);
   }
   void unlock() { mutex_.unlock(); }
   void lock_shared() {
@@ -21,10 +24,13 @@ class FairSharedMutex {
     mutex_.lock_shared();
   }
   void unlock_shared() { mutex_.unlock_shared(); }
+  // Whether somebody waits to have it alone: who shares it for long, and can go on later, should let go.
+  bool wanted_alone() const noexcept { return waiting_.load(std::memory_order_relaxed) != 0; }
 
  private:
   std::mutex gate_;
   std::shared_mutex mutex_;
+  std::atomic<unsigned> waiting_{0};
 };
 
 }  // namespace embermap

@@ -99,6 +99,44 @@ class PageIo::Impl {
     return plan.requests.size();
   }
 
+  std::uint64_t read_both(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile, Impl& other,
+                          std::span<const IoPiece> other_pieces, const Done& other_done) {
+    prepare();
+    other.prepare();
+    if (!rings_ || !other.rings_) return read(pieces, done, meanwhile) + other.read(other_pieces, other_done, {});
+    const auto plan_for = [](const Impl& io, std::span<const IoPiece> of) {
+      return plan_reads(of, io.direct_reads_ ? io.direct_->alignment() : DirectAlignment{}, io.file_.path());
+    };
+    const IoPlan mine = plan_for(*this, pieces), theirs = plan_for(other, other_pieces);
+    Batch batch{mine, pieces, /*write=*/false, done}, beside{theirs, other_pieces, /*write=*/false, other_done};
+    begin(batch);
+    begin(beside);
+    IoPlan both = mine;
+    both.requests.insert(both.requests.end(), theirs.requests.begin(), theirs.requests.end());
+    for (std::size_t i = mine.requests.size(); i < both.requests.size(); ++i)
+      both.requests[i].first_vector += mine.vectors.size();
+    both.vectors.insert(both.vectors.end(), theirs.vectors.begin(), theirs.vectors.end());
+    both.bounce_bytes = std::max(mine.bounce_bytes, theirs.bounce_bytes);
+    if (both.requests.empty()) {
+      run_all(meanwhile);
+      return 0;
+    }
+    rings_->run({.plan = both,
+                 .write = false,
+                 .complete =
+                     [&](const IoRequest& request, int result, std::byte* bounce) {
+                       const auto i = static_cast<std::size_t>(&request - both.requests.data());
+                       if (i < mine.requests.size())
+                         finish(batch, mine.requests[i], result, bounce, "io_uring ");
+                       else
+                         other.finish(beside, theirs.requests[i - mine.requests.size()], result, bounce, "io_uring ");
+                     },
+                 .meanwhile = in_steps(meanwhile),
+                 .others_from = mine.requests.size(),
+                 .other_fds = {other.file_.fd(), other.direct_ ? other.direct_->fd() : -1}});
+    return both.requests.size();
+  }
+
   std::uint64_t write(std::span<const IoPiece> pieces, const Done& done) {
     prepare();
     const bool direct = direct_writes_;
@@ -401,14 +439,17 @@ class PageIo::Impl {
     return requests + plan.requests.size();
   }
 
-  void run(Batch batch, const Meanwhile& meanwhile) {
+  static void begin(Batch& batch) {
     if (batch.done)
       for (const std::size_t i : batch.plan.empty) batch.done(i);
+    if (batch.plan.parts.empty()) return;
+    batch.parts = std::make_unique<std::atomic<std::uint32_t>[]>(batch.plan.parts.size());
+    for (std::size_t i = 0; i < batch.plan.parts.size(); ++i) batch.parts[i] = batch.plan.parts[i];
+  }
+
+  void run(Batch batch, const Meanwhile& meanwhile) {
+    begin(batch);
     if (batch.plan.requests.empty()) return run_all(meanwhile);
-    if (!batch.plan.parts.empty()) {
-      batch.parts = std::make_unique<std::atomic<std::uint32_t>[]>(batch.plan.parts.size());
-      for (std::size_t i = 0; i < batch.plan.parts.size(); ++i) batch.parts[i] = batch.plan.parts[i];
-    }
     rings_ ? run_uring(batch, meanwhile) : run_threads(batch, meanwhile);
   }
 
@@ -580,6 +621,9 @@ void PageIo::register_frames(std::span<std::byte> slab) { impl_->register_frames
 void PageIo::forget_frames() noexcept { impl_->forget_frames(); }
 std::uint64_t PageIo::read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile) {
   return impl_->read(pieces, done, meanwhile);
+}
+std::uint64_t PageIo::read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile, const Beside& beside) {
+  return impl_->read_both(pieces, done, meanwhile, *beside.io.impl_, beside.pieces, beside.done);
 }
 std::uint64_t PageIo::write(std::span<const IoPiece> pieces, const Done& done) { return impl_->write(pieces, done); }
 PageIoReport PageIo::report() const { return impl_->report(); }

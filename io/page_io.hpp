@@ -92,6 +92,15 @@ class PageIo {
   // once. `meanwhile` is done when this returns. Throws IoError, FormatError "truncated", InvalidArgument for pieces out of
   // order, and what `done` and `meanwhile` throw. Returns how many requests were made to the system.
   std::uint64_t read(std::span<const IoPiece> pieces, const Done& done = {}, const Meanwhile& meanwhile = {});
+  // Pieces of another file, on the same terms.
+  struct Beside {
+    PageIo& io;
+    std::span<const IoPiece> pieces;
+    const Done& done;
+  };
+  // The same, and those of `beside` in the same queue, so that the disk has all of them at once; one file after the other where
+  // either is not read by io_uring.
+  std::uint64_t read(std::span<const IoPiece> pieces, const Done& done, const Meanwhile& meanwhile, const Beside& beside);
   // Likewise; memory is only read. done(i): piece i is written (not durable).
   std::uint64_t write(std::span<const IoPiece> pieces, const Done& done = {});
 

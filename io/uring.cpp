@@ -74,7 +74,9 @@ void Uring::prepare(const UringJob& job, std::size_t index, std::uint32_t slot) 
   const IoRequest& request = job.plan.requests[index];
   io_uring_sqe* const sqe = io_uring_get_sqe(&ring_);
   const int which = request.direct ? 1 : 0;
-  const int fd = fixed_files_ ? which : fds_[which];
+  const bool other = index >= job.others_from;
+  const bool fixed_file = fixed_files_ && !other;
+  const int fd = other ? job.other_fds[static_cast<std::size_t>(which)] : fixed_file ? which : fds_[which];
   const auto bytes = static_cast<unsigned>(request.bytes);
   if (request.bounced) {
     io_uring_prep_read(sqe, fd, bounce_.data() + slot * slot_bytes_, bytes, request.offset);
@@ -97,7 +99,7 @@ void Uring::prepare(const UringJob& job, std::size_t index, std::uint32_t slot) 
     else
       io_uring_prep_readv(sqe, fd, vectors, count, request.offset);
   }
-  if (fixed_files_) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+  if (fixed_file) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
   io_uring_sqe_set_data64(sqe, (std::uint64_t{slot} << 32) | index);
 }
 

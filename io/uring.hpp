@@ -4,6 +4,7 @@
 #include <liburing.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -29,6 +30,9 @@ struct UringJob {
   std::function<void(const IoRequest&, int result, std::byte* bounce)> complete;
   // Does a little of the work that is to be done meanwhile; false: none is left. May be empty.
   std::function<bool()> meanwhile;
+  // The requests from this one on are of another file, with these descriptors, as those of the ring: buffered, direct.
+  std::size_t others_from = ~std::size_t{0};
+  std::array<int, 2> other_fds = {-1, -1};
 };
 
 // Memory known to the kernel.

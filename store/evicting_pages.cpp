@@ -294,7 +294,8 @@ void EvictingPages::wait_for_turn(const Wanted& wanted, Lock& lock) {
 }
 
 std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of,
-                                                  Access access, std::span<const std::uint8_t> replaced) {
+                                                  Access access, std::span<const std::uint8_t> replaced,
+                                                  const StillWanted& still) {
   Wanted wanted;
   std::vector<std::uint32_t> reads, replaces;
   Lock lock(mutex_);
@@ -354,7 +355,7 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
         if (frame_of[i] == kAbsent) frame_of[i] = lookup_.find(pages[i]);
       }
       wake_cleaner(wanted.missing.size());
-      if (const std::exception_ptr failure = fill(reads, lock); failure != nullptr) {
+      if (const std::exception_ptr failure = fill(reads, still, lock); failure != nullptr) {
         for (const std::uint32_t index : replaces) forget(index, /*evicted=*/false);
         std::rethrow_exception(failure);
       }
@@ -493,24 +494,31 @@ void EvictingPages::take_frames(const Wanted& wanted, std::uint64_t batch, Acces
   }
 }
 
-std::exception_ptr EvictingPages::fill(std::span<const std::uint32_t> frames, Lock& lock) {
+std::exception_ptr EvictingPages::fill(std::span<const std::uint32_t> frames, const StillWanted& still, Lock& lock) {
   if (frames.empty()) return nullptr;
   std::vector<PageBuffer> buffers;
+  std::vector<std::uint8_t> there;  // by page, as the frames are
   std::exception_ptr failure;
   try {
+    if (still) there.resize(frames.size());
     buffers.reserve(frames.size());
     for (const std::uint32_t index : frames) buffers.push_back({frames_[index].page, frame(index)});
     lock.unlock();
-    file_.read(buffers);
+    file_.read(buffers, still, there);
+  } catch (const NotWanted&) {
+    failure = std::current_exception();
   } catch (...) {
     failure = std::current_exception();
+    there.clear();
   }
   if (!lock.owns_lock()) lock.lock();
-  for (const std::uint32_t index : frames) {
-    if (failure == nullptr)
-      frames_[index].state = State::kReady;
+  for (std::size_t i = 0; i < frames.size(); ++i) {
+    const bool stays = failure == nullptr || (!there.empty() && there[i] != 0);
+    if (stays)
+      frames_[frames[i]].state = State::kReady;
     else
-      forget(index, /*evicted=*/false);
+      forget(frames[i], /*evicted=*/false);
+    if (stays && failure != nullptr) ++counts_.misses;  // the caller will not get to that
   }
   changed_.notify_all();
   return failure;

@@ -82,8 +82,9 @@ class HotPages {
   // `replaced` (empty, or one flag for each of `pages`): the caller will write every
   // row of the page, so that a page that is not in memory is neither read nor generated; the hold's replaced() says that it was
   // done.
+  // `still` (of a prefetch): where it says no while pages are read, this throws NotWanted; those that were read stay in memory.
   virtual std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
-                                   std::span<const std::uint8_t> replaced = {}) = 0;
+                                   std::span<const std::uint8_t> replaced = {}, const StillWanted& still = {}) = 0;
 
   // A page that Access::kPrefetch wants is promised to a batch: until one uses it, it is given away only to a batch that finds no
   // other frame, never to a prefetch. How many of `wanted` pages may be promised now: promises take half of the frames. If it is

@@ -4,11 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <vector>
 
-#include "base/aligned_buffer.hpp"
 #include "base/error.hpp"
 #include "io/checksum.hpp"
 
@@ -27,6 +27,21 @@ struct StoredHeader {
   std::uint64_t store_high, store_low, store_checksum;
 };
 static_assert(sizeof(StoredHeader) == 88);
+
+// In a sector that no header is written to: written over in place, it is the old one or the new one.
+constexpr std::uint64_t kSector = 512;
+constexpr std::uint64_t kMarkPlace = kSector;
+constexpr char kMarkMagic[8] = {'E', 'M', 'B', 'M', 'A', 'R', 'K', '1'};
+
+struct StoredMark {
+  char magic[8];
+  std::uint64_t id, commit, end, checksum;
+};
+static_assert(sizeof(StoredMark) == 40 && sizeof(StoredHeader) <= kMarkPlace);
+
+std::uint64_t checksum_of(const StoredMark& mark) {
+  return checksum64(std::as_bytes(std::span(&mark, 1)).first(offsetof(StoredMark, checksum)));
+}
 
 std::uint64_t checksum_of(const StoredHeader& header, std::size_t bytes) {
   return checksum64(std::as_bytes(std::span(&header, 1)).first(bytes));
@@ -115,8 +130,7 @@ void check_log_moment(const std::filesystem::path& file, std::uint64_t applied, 
 }
 
 void write_log_header(const File& file, const LogHeader& header) {
-  AlignedBuffer block(kLogBlock);
-  std::memset(block.data(), 0, kLogBlock);
+  std::array<std::byte, kSector> sector{};
   StoredHeader stored{};
   std::memcpy(stored.magic, kMagic, sizeof kMagic);
   stored.version = kVersion;
@@ -131,8 +145,46 @@ void write_log_header(const File& file, const LogHeader& header) {
     stored.store_low = header.store.low;
     stored.store_checksum = checksum_of(stored, offsetof(StoredHeader, store_checksum));
   }
-  std::memcpy(block.data(), &stored, sizeof stored);
-  file.write(header.serial % 2 * kLogBlock, block.span());
+  std::memcpy(sector.data(), &stored, sizeof stored);
+  file.write(header.serial % 2 * kLogBlock, sector);
+}
+
+std::optional<LogMark> read_log_mark(const File& file) {
+  StoredMark stored{};
+  if (file.read_some(kMarkPlace, std::as_writable_bytes(std::span(&stored, 1))) < sizeof stored) return std::nullopt;
+  if (std::memcmp(stored.magic, kMarkMagic, sizeof kMarkMagic) != 0 || stored.checksum != checksum_of(stored))
+    return std::nullopt;
+  return LogMark{stored.id, stored.commit, stored.end};
+}
+
+void write_log_mark(const File& file, const LogMark& mark) {
+  StoredMark stored{.magic = {}, .id = mark.id, .commit = mark.commit, .end = mark.end, .checksum = 0};
+  std::memcpy(stored.magic, kMarkMagic, sizeof kMarkMagic);
+  stored.checksum = checksum_of(stored);
+  std::array<std::byte, kSector> sector{};
+  std::memcpy(sector.data(), &stored, sizeof stored);
+  file.write(kMarkPlace, sector);
+}
+
+void erase_log_mark(const File& file) { file.write(kMarkPlace, std::array<std::byte, kSector>{}); }
+
+std::optional<std::uint64_t> missing_commit(const LogHeader& header, const std::optional<LogMark>& mark, std::uint64_t last) {
+  const std::uint64_t marked = mark && mark->id == header.id ? mark->commit : 0;
+  const std::uint64_t known = std::max(header.applying, marked);
+  return known > last ? std::optional(known) : std::nullopt;
+}
+
+std::string how_log_was_cut(const File& file) {
+  const auto header = read_log_header(file);
+  if (!header) return "it was cut to nothing, and had its two headers before it had commits";
+  const std::uint64_t bytes = file.size();
+  if (bytes < kLogStart) return fmt::format("it was cut to {} bytes, and its two headers have {}", bytes, kLogStart);
+  if (bytes < header->tail)
+    return fmt::format("it was cut to {} bytes, and its first record began at byte {}", bytes, header->tail);
+  if (const auto mark = read_log_mark(file);
+      mark && mark->id == header->id && mark->commit > header->applied && mark->end > bytes)
+    return fmt::format("it was cut to {} bytes, and commit {} ended at byte {}", bytes, mark->commit, mark->end);
+  return {};
 }
 
 void seal_log_record(LogRecordHeader header, std::byte* memory, std::uint64_t bytes) {

@@ -10,6 +10,8 @@
 //     applying  pages of this and earlier commits may be in the tables' files; a commit above it has touched none of them, but
 //               for pages that no commit had before
 //     applied   all of this and earlier commits is in the tables' files
+//   byte 512 of the file, in a sector of its own: the mark, of the last commit that became durable: "EMBMARK1", u64 id, u64
+//   commit, u64 end (of its record), u64 XXH3-64 of the 32 bytes before it. Zeros in logs made before there were marks.
 //
 // record: begins at a multiple of 4096 and is one long.
 //   u32 magic "EMRC", u32 kind, u64 id, u64 position (its own), u64 bytes (its length), u64 commit (that it will be part of), u64
@@ -56,6 +58,23 @@ void check_log_store(const std::filesystem::path& file, const StoreId& log, cons
 void check_log_moment(const std::filesystem::path& file, std::uint64_t applied, std::uint64_t last, std::uint64_t manifest);
 // Writes it to the slot of its serial. Durable after the file's next sync.
 void write_log_header(const File& file, const LogHeader& header);
+
+// The last commit that became durable, written once it was: a log that ends before it was cut or damaged. Says nothing of a log
+// of another `id`. It is durable with the log's next sync, so that after a loss of power it may be of an earlier commit, or
+// missing, but never of one that is not there.
+struct LogMark {
+  std::uint64_t id = 0, commit = 0;
+  std::uint64_t end = 0;  // of the commit's record
+};
+std::optional<LogMark> read_log_mark(const File& file);  // nullopt: none, or not whole
+void write_log_mark(const File& file, const LogMark& mark);
+void erase_log_mark(const File& file);
+// Which commit the log must have besides those up to `last`, which a walk found: `applying` was in it when applying began, the
+// mark's when it was written. nullopt: nothing says that one is missing.
+std::optional<std::uint64_t> missing_commit(const LogHeader& header, const std::optional<LogMark>& mark, std::uint64_t last);
+// How the file's length says that the log, which has commits, was cut: it cannot be shorter than its two headers, than where its
+// first record lies, or than the last commit. Empty: it does not. Only for a log that no writer changes.
+std::string how_log_was_cut(const File& file);
 
 enum class LogRecordKind : std::uint32_t { kPages = 1, kInPlace = 2, kCommit = 3 };
 

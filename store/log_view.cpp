@@ -33,7 +33,8 @@ std::unique_ptr<LogView> LogView::open(const std::filesystem::path& path, Thread
     const std::uint64_t bytes = view->file_.size();
     try {
       view->load();
-      return view;
+      // Where the log went on meanwhile, what is missing may have been applied.
+      if (!view->missing_ || looks == kMostLooks || (view->unchanged() && view->file_.size() == bytes)) return view;
     } catch (const StaleError&) {
       throw;
     } catch (const Error&) {
@@ -56,6 +57,7 @@ void LogView::load() {
     files_known_ = {status.st_ino, header_.id, header_.serial};
   }
   store_ = header_.store;
+  const auto mark = read_log_mark(file_);  // before the walk, which then meets the commit that it speaks of
   std::uint64_t epoch = header_.tail;
   walk_log(file_, header_, [&](const LogRecord& record) {
     if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit)) {
@@ -71,6 +73,7 @@ void LogView::load() {
   });
   index_.forget_from(epoch);
   bytes_ = epoch - header_.tail;
+  missing_ = missing_commit(header_, mark, commit_);
 }
 
 void LogView::check_moment(std::uint64_t manifest) const {

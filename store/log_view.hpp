@@ -42,6 +42,8 @@ class LogView final : public LoggedPages {
   // The text of the commit's manifest; empty if the log has no commit that is not in the files.
   const std::string& manifest() const noexcept { return manifest_; }
   std::uint64_t bytes() const noexcept { return bytes_; }  // of the commits in the log
+  // A commit that the log had and has no more: it was cut or damaged. nullopt: nothing says so.
+  const std::optional<std::uint64_t>& missing() const noexcept { return missing_; }
   // True if the writer has neither begun nor ended to apply anything since the log was opened, and has not made the log anew.
   bool unchanged() const;
 
@@ -51,6 +53,7 @@ class LogView final : public LoggedPages {
   std::optional<LoggedVersion> find(std::uint32_t table, std::uint64_t page) const override;
   void find(std::uint32_t table, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const override;
   std::uint64_t read(std::span<const IoPiece> pieces, const PageIo::Done& done) override { return io_.read(pieces, done); }
+  PageIo* io() noexcept override { return &io_; }
   void for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const override;
   std::vector<std::uint64_t> files_known() const override { return files_known_; }
 
@@ -70,6 +73,7 @@ class LogView final : public LoggedPages {
   StoreId store_;
   std::string manifest_;
   std::uint64_t bytes_ = 0;
+  std::optional<std::uint64_t> missing_;
   std::vector<std::uint64_t> files_known_;  // which header, unless something was being applied
   mutable std::mutex mutex_;
   LogHeader header_;          // of what follows
@@ -90,6 +94,7 @@ class UnloggedView final : public LoggedPages {
   std::optional<LoggedVersion> find(std::uint32_t, std::uint64_t) const override { return std::nullopt; }
   void find(std::uint32_t, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const override;
   std::uint64_t read(std::span<const IoPiece>, const PageIo::Done&) override { return 0; }
+  PageIo* io() noexcept override { return nullptr; }
   void for_each(std::uint32_t, const std::function<void(std::uint64_t, const LoggedVersion&)>&) const override {}
   std::vector<std::uint64_t> files_known() const override;
 

@@ -26,6 +26,8 @@ class LoggedPages {
   virtual void find(std::uint32_t table, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const = 0;
   // Reads the log as PageIo::read() does.
   virtual std::uint64_t read(std::span<const IoPiece> pieces, const PageIo::Done& done) = 0;
+  // How the log is read; null: there is none. Only while reading() runs.
+  virtual PageIo* io() noexcept = 0;
   // All pages of a table, in no order.
   virtual void for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const = 0;
   // Of a reader: what the tables' files were when it looked. Another look with the same result has found the same files, of whose

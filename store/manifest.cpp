@@ -326,6 +326,7 @@ TableEntry read_table(const Reader& reader) {
           fmt::format("cannot have the byte_order 'big': that is for adopted files, and not for {}", dtype_name(entry.dtype)));
   }
 
+  if (reader.has("changed")) entry.changed = reader.integer("changed");
   if (reader.has("memory")) entry.memory = reader.integer("memory");
   if (reader.has("counters")) {
     const Reader counters = reader.object("counters");
@@ -452,6 +453,7 @@ std::string Manifest::text() const {
              {"rows_per_page", entry.geometry.rows_per_page},
              {"data_offset", entry.geometry.data_offset}};
     if (entry.carried) table["carried"] = *entry.carried;
+    if (entry.changed != 0) table["changed"] = entry.changed;
     if (entry.memory != 0) table["memory"] = entry.memory;
     TableCounters counters = entry.counters;
     if (counters != TableCounters{})

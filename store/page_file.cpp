@@ -99,16 +99,21 @@ std::uint64_t PageFile::count_written() const {
   return count;
 }
 
-void PageFile::read(std::span<PageBuffer> pages) {
+void PageFile::read(std::span<PageBuffer> pages, const StillWanted& wanted, std::span<std::uint8_t> there) {
   if (pages.empty()) return;
   sort_by_page(pages);
-  if (logged_ == nullptr)
-    read_now(pages);
-  else
-    logged_->reading([&] { read_now(pages); });
+  if (logged_ == nullptr) return read_now(pages, wanted, there);
+  logged_->reading([&] {
+    std::fill(there.begin(), there.end(), std::uint8_t{0});  // it may be run again
+    read_now(pages, wanted, there);
+  });
 }
 
-void PageFile::read_now(std::span<const PageBuffer> pages) {
+void PageFile::read_now(std::span<const PageBuffer> pages, const StillWanted& wanted, std::span<std::uint8_t> there) {
+  const auto is_there = [&](std::size_t i) {
+    if (!there.empty()) there[i] = 1;
+    if (wanted && !wanted()) throw NotWanted();
+  };
   std::vector<LoggedVersion> versions(pages.size());
   if (logged_ != nullptr && !logged_->empty()) {
     std::vector<std::uint64_t> numbers(pages.size());
@@ -117,12 +122,13 @@ void PageFile::read_now(std::span<const PageBuffer> pages) {
   }
   std::vector<PageBuffer> written, fresh;
   std::vector<std::optional<std::uint32_t>> recorded;
-  std::vector<std::size_t> in_log;
+  std::vector<std::size_t> in_log, written_at, fresh_at;  // of `pages`
   for (std::size_t i = 0; i < pages.size(); ++i) {
     const PageBuffer& page = pages[i];
     if (versions[i].there()) {
       if (versions[i].in_place) {
         written.push_back(page);
+        written_at.push_back(i);
         recorded.emplace_back(versions[i].checksum);
       } else {
         in_log.push_back(i);
@@ -136,9 +142,11 @@ void PageFile::read_now(std::span<const PageBuffer> pages) {
       throw damaged(page.page, "is marked as written, but has no checksum");
     if (!is_written) {
       fresh.push_back(page);
+      fresh_at.push_back(i);
       continue;
     }
     written.push_back(page);
+    written_at.push_back(i);
     recorded.push_back(ledger_.checksum(page.page));
   }
 
@@ -153,29 +161,36 @@ void PageFile::read_now(std::span<const PageBuffer> pages) {
                             .grain = std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
                             .pool = &compute_,
                             .body = [&](std::uint64_t begin, std::uint64_t end) {
-                              for (; begin < end; ++begin) generate_page(fresh[begin]);
+                              for (; begin < end; ++begin) {
+                                generate_page(fresh[begin]);
+                                is_there(fresh_at[begin]);
+                              }
                             }};
   const std::vector<IoPiece> pieces = pieces_of(written);
   const Stopwatch watch(counters_.read_nanoseconds);
-  counters_.read_requests += io().read(
-      pieces,
-      [&](std::size_t i) {
-        counters_.bytes_read += pieces[i].bytes;
-        arrived(written[i], recorded[i]);
-      },
-      meanwhile);
+  const PageIo::Done done = [&](std::size_t i) {
+    counters_.bytes_read += pieces[i].bytes;
+    arrived(written[i], recorded[i]);
+    is_there(written_at[i]);
+  };
+  if (in_log.empty()) {
+    counters_.read_requests += io().read(pieces, done, meanwhile);
+  } else {
+    std::sort(in_log.begin(), in_log.end(), [&](auto a, auto b) { return versions[a].position < versions[b].position; });
+    std::vector<IoPiece> log_pieces;
+    log_pieces.reserve(in_log.size());
+    for (const std::size_t i : in_log)
+      log_pieces.push_back({versions[i].position, pages[i].memory, geometry_.page_bytes(), geometry_.page_bytes()});
+    const PageIo::Done log_done = [&](std::size_t i) {
+      counters_.bytes_read += log_pieces[i].bytes;
+      arrived(pages[in_log[i]], versions[in_log[i]].checksum);
+      is_there(in_log[i]);
+    };
+    // At once: a batch has some of its pages in the file and some in the log, and waits for all of them.
+    counters_.read_requests += io().read(pieces, done, meanwhile, {*logged_->io(), log_pieces, log_done});
+  }
   counters_.pages_read += written.size() + in_log.size();
   counters_.pages_generated += fresh.size();
-  if (in_log.empty()) return;
-  std::sort(in_log.begin(), in_log.end(), [&](auto a, auto b) { return versions[a].position < versions[b].position; });
-  std::vector<IoPiece> log_pieces;
-  log_pieces.reserve(in_log.size());
-  for (const std::size_t i : in_log)
-    log_pieces.push_back({versions[i].position, pages[i].memory, geometry_.page_bytes(), geometry_.page_bytes()});
-  counters_.read_requests += logged_->read(log_pieces, [&](std::size_t i) {
-    counters_.bytes_read += log_pieces[i].bytes;
-    arrived(pages[in_log[i]], versions[in_log[i]].checksum);
-  });
 }
 
 // Fills in the checksums that are not in memory. Ascending pages.
@@ -441,7 +456,7 @@ void PageFile::sync_data() {
   sync_once([&] { data_.sync(); });
 }
 
-void PageFile::sync_applied() { sync(); }
+void PageFile::sync_applied(std::uint64_t commit) { sync(commit); }
 
 void PageFile::write_swapped(std::span<const PageBuffer> pages) {
   const std::uint64_t page_bytes = geometry_.page_bytes();
@@ -510,11 +525,12 @@ void PageFile::sync_once(const Sync& sync) {
   }
 }
 
-void PageFile::sync() {
+void PageFile::sync(std::optional<std::uint64_t> commit) {
   // The time of the last write has to be there after a loss of power, where it is recorded.
   sync_once([&] { writing() ? data_.sync_all() : data_.sync(); });
   // A full disk may be tried again from here on.
   record_stamp();
+  if (commit) ledger_.set_commit(*commit);
   ledger_.write_out();
   sync_once([&] { ledger_.sync(); });
   ahead_.store(false);

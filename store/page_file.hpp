@@ -31,6 +31,15 @@ struct PageBuffer {
   std::byte* memory = nullptr;
 };
 
+// Whether what is being read is still wanted. Asked for each page, on several threads at once. Empty: it is.
+using StillWanted = std::function<bool()>;
+
+// What PageFile::read() throws when it is not.
+class NotWanted final : public Error {
+ public:
+  NotWanted() : Error("what was being read is not wanted any more") {}
+};
+
 struct PageFileOptions {
   PageIoOptions io = {};
   bool alone = true;  // nobody else may have changed the file since the ledger was opened: a mismatch means damage
@@ -66,7 +75,9 @@ class PageFile final : public LogTarget {
   // many requests at once, and compared with their checksum where that is in memory, or PageFileOptions::verify_reads; the others
   // are generated meanwhile. Bytes behind the last row are zero. Memory aligned to 4 KiB is read and written without a copy
   // (AlignedBuffer). Throws IoError, FormatError (truncated), CorruptError naming the rows.
-  void read(std::span<PageBuffer> pages);
+  // Where `wanted` says no, nothing more is asked of the disk, and when nothing is in flight this throws NotWanted; `there`
+  // (empty, or a flag for each buffer, 0) is 1 then for those buffers, as they are ordered now, that are filled.
+  void read(std::span<PageBuffer> pages, const StillWanted& wanted = {}, std::span<std::uint8_t> there = {});
   // Writes the buffers (their order is changed) with their checksums. Durable after sync(), or with the log's next commit. After
   // a failure each page holds its old bytes, its new ones, or the first of these and the rest of those, and can be read.
   void write(std::span<PageBuffer> pages);
@@ -86,7 +97,8 @@ class PageFile final : public LogTarget {
   void seal(std::span<const std::uint64_t> pages);  // ascending
   // Makes what was written durable: data first, then the ledger. A sync that failed is not tried again: the system may have given
   // up the pages it could not write, and a second one would succeed without them. From then on this throws.
-  void sync();
+  // `commit`: all that it changed is in what is made durable, and the ledger says so.
+  void sync(std::optional<std::uint64_t> commit = {});
   // What others changed in an adopted file counts as accepted with the next sync(): the file is as embermap left it then. Until
   // that it is told of when the store is opened again, also if pages were written here since.
   void accept_changes();
@@ -120,7 +132,7 @@ class PageFile final : public LogTarget {
   void apply(std::span<const LogTarget::Page> pages) override;
   void apply_header(std::span<const std::byte> header) override;
   void apply_in_place(std::uint64_t page, std::uint32_t checksum) override;
-  void sync_applied() override;
+  void sync_applied(std::uint64_t commit) override;
   void sync_data() override;
 
   // Only while no other call runs.
@@ -134,7 +146,7 @@ class PageFile final : public LogTarget {
   CorruptError damaged(std::uint64_t page, std::string_view how) const;
   PageIo& io() const;
   std::vector<IoPiece> pieces_of(std::span<const PageBuffer> pages) const;
-  void read_now(std::span<const PageBuffer> pages);
+  void read_now(std::span<const PageBuffer> pages, const StillWanted& wanted, std::span<std::uint8_t> there);
   // `recorded(page, checksum)` for each page as it is written, on several threads at once.
   using Recorded = std::function<void(std::uint64_t, std::uint32_t)>;
   void write_stored(std::span<const PageBuffer> pages, std::span<const IoPiece> pieces, const Recorded& recorded);

@@ -57,6 +57,26 @@ void write_stamp(const File& file, const std::optional<FileStamp>& stamp) {
   file.write(kStampOffset, std::as_bytes(std::span(&stored, 1)));
 }
 
+// Of every file, behind that.
+constexpr std::uint64_t kCommitOffset = kStampOffset + sizeof(StoredStamp);
+struct StoredCommit {
+  std::uint64_t commit, checksum;
+};
+static_assert(kCommitOffset + sizeof(StoredCommit) <= 512);
+
+std::uint64_t commit_checksum(const StoredCommit& stored) {
+  return checksum64(std::as_bytes(std::span(&stored, 1)).first(offsetof(StoredCommit, checksum)));
+}
+
+void write_commit(const File& file, const std::optional<std::uint64_t>& commit) {
+  StoredCommit stored{};
+  if (commit) {
+    stored.commit = *commit;
+    stored.checksum = commit_checksum(stored);
+  }
+  file.write(kCommitOffset, std::as_bytes(std::span(&stored, 1)));
+}
+
 Header make_header(std::uint32_t flags, std::uint64_t pages, std::uint64_t sums_offset) {
   Header header{};
   std::memcpy(header.magic, kMagic, sizeof kMagic);
@@ -122,6 +142,7 @@ PageLedger::PageLedger(PageLedger&& other) noexcept
       content_{other.content_},
       sums_offset_{other.sums_offset_},
       stamp_{other.stamp_},
+      commit_{other.commit_},
       bad_bits_{std::move(other.bad_bits_)},
       bad_sums_{std::move(other.bad_sums_)},
       bits_{std::move(other.bits_)},
@@ -310,6 +331,20 @@ void PageLedger::load_stamp() {
   StoredStamp stored{};
   file_.read(kStampOffset, std::as_writable_bytes(std::span(&stored, 1)));
   if (adopted() && stored.checksum == stamp_checksum(stored)) stamp_ = {stored.bytes, stored.modified_ns, stored.inode};
+  StoredCommit commit{};
+  file_.read(kCommitOffset, std::as_writable_bytes(std::span(&commit, 1)));
+  if (commit.checksum == commit_checksum(commit)) commit_ = commit.commit;
+}
+
+std::optional<std::uint64_t> PageLedger::commit() const {
+  const std::lock_guard lock(mutex_);
+  return commit_;
+}
+
+void PageLedger::set_commit(std::uint64_t commit) {
+  const std::lock_guard lock(mutex_);
+  write_commit(file_, commit);
+  commit_ = commit;
 }
 
 std::optional<FileStamp> PageLedger::stamp() const {
@@ -659,6 +694,7 @@ void PageLedger::rewrite(std::uint64_t pages) {
   }
   file.write(0, std::as_bytes(std::span(&header, 1)));
   write_stamp(file, stamp_);
+  write_commit(file, commit_);
   file_ = temporary.commit();
   pages_ = pages;
   content_ = kContent;

@@ -6,10 +6,11 @@
 // header: "EMBPAGES", u32 version (2), u32 flags (bit 0: pages without a bit count as written too: an adopted file), u64 pages,
 //         u64 offset of the checksums, u64 XXH3-64 of the 32 bytes before it; for an adopted file what it was like when the
 //         checksums were written: u64 bytes, i64 nanoseconds since 1970 when it was modified, u64 inode, u64 XXH3-64 of these 24
-//         bytes (zeros: not known). Bits and checksums lie in sectors of 512 bytes: 508 of content and the content's own checksum
-//         (sector_checksum). A crash leaves whole sectors, old or new; one that does not match is damage. Bit p is bit p % 8 of
-//         byte p / 8 of the bits' content. A checksum is the low half of XXH3-64 over the page's bytes in the .npy (the last
-//         page: up to the end of the last record), 1 where that is 0; 0 means that none was recorded.
+//         bytes (zeros: not known); of any file the commit up to which bits and checksums have what commits changed, u64, and u64
+//         XXH3-64 of it (zeros: not known). Bits and checksums lie in sectors of 512 bytes: 508 of content and the content's own
+//         checksum (sector_checksum). A crash leaves whole sectors, old or new; one that does not match is damage. Bit p is bit p
+//         % 8 of byte p / 8 of the bits' content. A checksum is the low half of XXH3-64 over the page's bytes in the .npy (the
+//         last page: up to the end of the last record), 1 where that is 0; 0 means that none was recorded.
 //
 // Version 1 had no checksums of sectors: 512 bytes of content each. It is read, and rewritten by the first writer that opens it.
 #pragma once
@@ -69,6 +70,10 @@ class PageLedger {
   void set_stamp(const std::optional<FileStamp>& stamp);
   // It is not known, whatever the file says: something was written since. The file keeps it until the next set_stamp().
   void forget_stamp();
+  // The commit up to which what is here has what commits changed: at least the last one that changed the table; nullopt: not
+  // known. What is set is durable with sync().
+  std::optional<std::uint64_t> commit() const;
+  void set_commit(std::uint64_t commit);
   // What was recorded for the page, if that is in memory; nullopt if it is not or none was recorded.
   std::optional<std::uint32_t> checksum(std::uint64_t page) const;
   // Checksums of pages [first, first + out.size()), read from the file where they are not in memory; 0: none recorded.
@@ -162,6 +167,7 @@ class PageLedger {
   std::uint64_t sums_offset_ = 0;
   mutable std::mutex mutex_;
   std::optional<FileStamp> stamp_;
+  std::optional<std::uint64_t> commit_;
   mutable std::atomic<std::uint64_t> sums_read_{0};      // sectors, by read_checksums_of()
   mutable std::set<std::uint64_t> bad_bits_, bad_sums_;  // damaged sectors, as far as they were read
   Zeroed<std::uint8_t> bits_;

@@ -73,7 +73,22 @@ Manifest newer_manifest(Manifest manifest, std::string_view in_log, const std::f
   return committed;
 }
 
+// How a log ends before a commit that it had.
+std::string missing_text(const LogView& view) {
+  return fmt::format("it had commit {}, and ends with commit {}: it was cut or damaged", *view.missing(), view.commit());
+}
+
 }  // namespace
+
+std::string why_log_is_gone(const std::filesystem::path& store, const Manifest& manifest, FileOps& ops) {
+  if (!manifest.log) return {};
+  if (!is_there(store / kLogName)) return "it is not there";
+  try {
+    return how_log_was_cut(File::open(store / kLogName, File::Mode::kRead, ops));
+  } catch (const Error&) {
+    return {};  // whoever reads it says what is wrong
+  }
+}
 
 CorruptError Store::Impl::unclean_end(const std::filesystem::path& store, std::uint64_t commit, std::string_view why) {
   return CorruptError(
@@ -82,24 +97,12 @@ CorruptError Store::Impl::unclean_end(const std::filesystem::path& store, std::u
                   printable(store), commit, why));
 }
 
-bool Store::Impl::log_is_gone(const std::filesystem::path& store, const Manifest& manifest) {
-  if (!manifest.log) return false;
-  if (!is_there(store / kLogName)) return true;
-  try {
-    // Its header was there before the manifest said so: a file without one was cut.
-    return !read_log_header(File::open(store / kLogName, File::Mode::kRead));
-  } catch (const Error&) {
-    return false;  // whoever reads it says what is wrong
-  }
-}
-
-CorruptError Store::Impl::log_gone(const std::filesystem::path& store, std::uint64_t commit) {
-  return CorruptError(
-      fmt::format("{}: the redo log is gone, or cut to nothing, which had commits that the tables' files may not have: the store "
-                  "would be at commit "
-                  "{}, and its tables may mix rows of several. Bring the file back; accept_unclean, or 'embermap recover', takes "
-                  "the tables as they are",
-                  printable(store / kLogName), commit));
+CorruptError Store::Impl::log_gone(const std::filesystem::path& store, std::uint64_t commit, std::string_view why) {
+  return CorruptError(fmt::format(
+      "{}: the redo log is gone, which had commits that the tables' files may not have: {}. The store would be at "
+      "commit {}, and its tables may mix rows of several. Bring the file back; accept_unclean, or 'embermap recover', "
+      "takes the tables as they are",
+      printable(store / kLogName), why, commit));
 }
 
 void Store::Impl::check_unchanged(const StoreCore& core, const std::string& name, const TableEntry& entry, const File& data,
@@ -136,11 +139,12 @@ void Store::Impl::look(bool accept_unclean) {
                         "a writer without a redo log is at work, or its session ended without commit");
     bool whole = !view || manifest.commit <= view->commit();
     if (!view && manifest.log) {
-      if (!log_is_gone(core_->path, manifest))
+      if (const std::string why = why_log_is_gone(core_->path, manifest, core_->ops); why.empty())
         whole = false;  // a writer has made it meanwhile
       else if (!accept_unclean)
-        throw log_gone(core_->path, manifest.commit);
+        throw log_gone(core_->path, manifest.commit, why);
     }
+    if (view && view->missing() && !accept_unclean) throw log_gone(core_->path, manifest.commit, missing_text(*view));
     if (whole) {
       const auto still = stand_still();
       std::erase_if(tables_, [&](const auto& item) {
@@ -186,7 +190,9 @@ RecoveryPlan plan_recovery(const std::filesystem::path& store) {
     }
   }
   plan.commit = manifest.commit;
-  plan.unclean = !plan.writer && (UncommittedMark::present(store, manifest.commit) || (!view && manifest.log));
+  if (plan.writer) return plan;
+  plan.log_gone = view && view->missing() ? missing_text(*view) : why_log_is_gone(store, manifest, FileOps::system());
+  plan.unclean = !plan.log_gone.empty() || UncommittedMark::present(store, manifest.commit);
   return plan;
 }
 
@@ -202,15 +208,18 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     return manifest;
   }
   check_own_file(path);
-  const RedoLogOptions log_options{.limit = core.log_limit,
-                                   .memory = core.most_log_memory(),
-                                   .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
-                                   .io = core.page_io,
-                                   .store = manifest.store_id};
+  const RedoLogOptions log_options{
+      .limit = core.log_limit,
+      .memory = core.most_log_memory(),
+      .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
+      .io = core.page_io,
+      .store = manifest.store_id,
+      .accept_cut = options.accept_unclean && !why_log_is_gone(core.path, manifest, core.ops).empty()};
   core.log = std::make_unique<RedoLog>(
       path, log_options, core.compute, core.io, core.ops, [&core](std::string_view text) { core.manifest_file.save_text(text); },
       manifest.commit);
   RedoLog& log = *core.log;
+  const Manifest before = manifest;
   if (log.found()) manifest = newer_manifest(std::move(manifest), log.found()->manifest, core.path);
   core.history.load(manifest, log.found() ? commits_in_log(path, core.ops) : std::vector<CommitInfo>());
   // Pages go to the files before anything else looks at those: a resize may have been committed, and the files not have it yet.
@@ -229,6 +238,10 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     if (entry.adopted) check_header(read_npy_header(data), data.path(), recovered->schema, entry, /*resized=*/false);
     PageLedger ledger = open_ledger(core, name, entry);
     ledger.forget_stamp();  // pages may have been applied since
+    // What was applied before the log's commits has to be there: it says nothing of that once those are applied, too.
+    const auto known = before.tables.find(name);
+    const bool applied = known != before.tables.end() && known->second.id == entry.id && known->second.changed <= log.applied();
+    check_moment(core, name, ledger, applied ? known->second.changed : 0, manifest.commit);
     recovered->file = std::make_unique<PageFile>(
         name, std::move(data), std::move(ledger), recovered->schema, entry.geometry, entry.init, entry.seed, core.compute,
         core.io, [] {}, PageFileOptions{.io = core.page_io});
@@ -253,6 +266,21 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
   return manifest;
 }
 
+void Store::Impl::check_moment(StoreCore& core, const std::string& name, const PageLedger& ledger, std::uint64_t least,
+                               std::uint64_t most) {
+  const auto commit = ledger.commit();
+  if (core.unclean || !commit || (*commit >= least && *commit <= most)) return;
+  if (core.accept_unclean) {
+    core.unclean = true;  // checksums are made anew
+    return;
+  }
+  throw MomentError(fmt::format(
+      "{}: is of commit {}, and {}: it was brought back without the store's other files, or they without it. Bring all "
+      "of them back from one copy; accept_unclean, or 'embermap recover', takes the tables as they are",
+      printable(core.path / (name + ".pages")), *commit,
+      *commit < least ? fmt::format("commit {} changed the table", least) : fmt::format("the store is at commit {}", most)));
+}
+
 std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, const TableEntry& entry) const {
   const bool write = core_->writable && (!entry.adopted || entry.adopted_writable);
   File data = open_data(*core_, name, entry, write);
@@ -267,6 +295,11 @@ std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, con
   }
   if (!entry.adopted && write && data.size() > entry.geometry.file_bytes()) data.resize(entry.geometry.file_bytes());
   PageLedger ledger = open_ledger(*core_, name, entry);
+  // A reader's log may have what is not in the files yet, and its writer may have gone on since.
+  if (core_->writable)
+    check_moment(*core_, name, ledger, entry.changed, manifest_.commit);
+  else if (core_->logged == nullptr || core_->logged->empty())
+    check_moment(*core_, name, ledger, entry.changed, ~std::uint64_t{0});
   const std::uint64_t pages = entry.geometry.pages();
   if (ledger.pages() > pages && core_->writable) ledger.resize(pages);  // a resize was interrupted
   if (entry.adopted) {

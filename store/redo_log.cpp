@@ -4,10 +4,13 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <exception>
+#include <future>
+#include <memory>
 #include <utility>
 
 #include "base/checked.hpp"
@@ -102,6 +105,7 @@ void RedoLog::index_records() {
                     "commit {}. Bring the file back from a copy; or move it away and open the store with accept_unclean "
                     "('embermap recover') to go without them",
                     end, *lost, commit_));
+  if (const auto missing = missing_commit(header_, read_log_mark(file_), commit_)) miss(*missing);
   index_.forget_from(epoch_);
   head_ = epoch_;
   next_commit_ = commit_ + 1;
@@ -110,6 +114,21 @@ void RedoLog::index_records() {
   in_place_.clear();
   entries_ = index_.size();
   if (committed_ != header_.tail) found_ = Found{commit_, manifest_, index_.size(), committed_ - header_.tail};
+}
+
+void RedoLog::miss(std::uint64_t commit) {
+  if (!options_.accept_cut)
+    throw FormatError(file_.path(),
+                      fmt::format("had commit {}, and ends with commit {} at byte {}: it was cut or damaged. Bring the file back "
+                                  "from a copy; or move it away and open the store with accept_unclean ('embermap recover') to "
+                                  "go without what it had",
+                                  commit, commit_, committed_));
+  // Nothing says so any more, before commits of these numbers are made again.
+  erase_log_mark(file_);
+  LogHeader header = header_;
+  ++header.serial;
+  header.applying = commit_;
+  set_header(header);
 }
 
 std::uint64_t RedoLog::pages_of(std::uint32_t table) const {
@@ -175,6 +194,11 @@ void RedoLog::check_usable() const {
 bool RedoLog::broken() const {
   const std::lock_guard lock(mutex_);
   return !failure_.empty();
+}
+
+std::uint64_t RedoLog::applied() const {
+  const std::lock_guard lock(mutex_);
+  return header_.applied;
 }
 
 std::set<std::uint32_t> RedoLog::tables() const {
@@ -386,7 +410,7 @@ RedoLog::Pending RedoLog::begin_commit(std::uint64_t number, std::string manifes
                          .count = pending.manifest.size()};
   std::memcpy(pending.record.data() + sizeof header, pending.manifest.data(), pending.manifest.size());
   const std::lock_guard lock(mutex_);
-  header.id = header_.id;
+  header.id = pending.id = header_.id;
   seal_log_record(header, pending.record.data(), pending.manifest.size());
   head_ += pending.bytes;
   epoch_ = head_;
@@ -411,6 +435,12 @@ void RedoLog::finish_commit(Pending pending) {
     // Whatever it was: what comes behind a record that is not there would never be found.
     give_up(error.what());
     throw;
+  }
+  try {
+    // After the sync: it is never of a commit that is not there. Before anybody can begin the log anew, or commit.
+    write_log_mark(file_, {.id = pending.id, .commit = pending.number, .end = pending.position + pending.bytes});
+  } catch (const IoError&) {
+    // The commit is done. Only, if the log is cut, this one is not missed.
   }
   const std::lock_guard lock(mutex_);
   committing_ = false;
@@ -490,7 +520,7 @@ bool RedoLog::apply_once(bool in_background, const Progress& progress) {
   ++header.serial;
   header.applying = work->commit;
   set_header(header);
-  if (!apply_items(work->items, in_background, progress)) return false;
+  if (!apply_items(work->items, work->commit, in_background, progress)) return false;
   save_manifest_(work->manifest);
   forget_applied(*work);
   // Where nobody appends just now and nothing is left, the log begins anew.
@@ -504,7 +534,7 @@ void RedoLog::check_targets(std::span<const Item> items) const {
       throw Error(fmt::format("{}: has pages of table {}, which could not be opened", printable(file_.path()), items[i].table));
 }
 
-bool RedoLog::apply_items(std::span<const Item> items, bool in_background, const Progress& progress) {
+bool RedoLog::apply_items(std::span<const Item> items, std::uint64_t commit, bool in_background, const Progress& progress) {
   std::uint64_t done = 0;
   for (std::size_t first = 0; first < items.size();) {
     std::size_t end = first + 1;
@@ -515,7 +545,7 @@ bool RedoLog::apply_items(std::span<const Item> items, bool in_background, const
       if (progress) progress(done, items.size());
     });
     if (stop_ && in_background) return false;
-    target.sync_applied();
+    target.sync_applied(commit);
     first = end;
   }
   return true;
@@ -546,39 +576,73 @@ void RedoLog::forget_applied(const Applied& work) {
     throw IoError(errno, "fallocate", file_.path(), work.tail, bytes);
 }
 
+// Some of the pages that are being applied, on their way from the log to a table's file.
+struct RedoLog::Slice {
+  AlignedBuffer memory;
+  std::vector<IoPiece> pieces;
+  std::vector<LogTarget::Page> pages;
+  std::size_t items = 0;   // that it stands for; 0: none
+  std::future<void> read;  // ends when they are in memory
+  ~Slice() {
+    if (read.valid()) read.wait();
+  }
+};
+
+void RedoLog::read_slice(LogTarget& target, std::span<const Item> items, Slice& slice) {
+  const std::uint64_t page_bytes = target.page_bytes();
+  slice.items = items.size();
+  slice.pieces.clear();
+  slice.pages.clear();
+  for (const Item& item : items) {
+    if (item.in_place) {
+      target.apply_in_place(item.page, item.checksum);
+    } else if (item.page == kHeaderPage) {
+      std::vector<std::byte> bytes(kLogBlock);
+      file_.read(item.position, bytes);
+      if (page_checksum(bytes) != item.checksum)
+        throw CorruptError(
+            fmt::format("{}: the .npy header at byte {} does not match its checksum", printable(file_.path()), item.position));
+      target.apply_header(bytes);
+    } else {
+      std::byte* const slot = slice.memory.data() + slice.pages.size() * page_bytes;
+      slice.pages.push_back({item.page, slot, item.checksum});
+      slice.pieces.push_back({item.position, slot, page_bytes, page_bytes});
+    }
+  }
+  std::sort(slice.pieces.begin(), slice.pieces.end(), [](const IoPiece& x, const IoPiece& y) { return x.offset < y.offset; });
+  const auto task = std::make_shared<std::packaged_task<void()>>([this, &slice] { io_.read(slice.pieces); });
+  slice.read = task->get_future();
+  if (!reader_.add([task] { (*task)(); })) (*task)();  // no thread to be had
+}
+
 void RedoLog::apply_table(LogTarget& target, std::span<const Item> items, bool in_background,
                           const std::function<void(std::uint64_t)>& step) {
   const std::uint64_t page_bytes = target.page_bytes();
   const std::uint64_t together = std::max<std::uint64_t>(1, std::max(kLeastStaging, options_.transfer_bytes) / page_bytes);
-  const AlignedBuffer memory(
-      std::max(checked_mul(std::min<std::uint64_t>(together, items.size()), page_bytes, "bytes of pages"), kLogBlock));
-  std::vector<IoPiece> pieces;
-  std::vector<LogTarget::Page> pages;
-  for (std::size_t first = 0; first < items.size() && !(stop_ && in_background); first += together) {
+  // Two halves take turns: while one is written to the file, the other is read from the log. Or the disk would do one thing at a
+  // time, and wait twice in each round for the last of it.
+  std::array<Slice, 2> slices;
+  const std::size_t turns = together > 1 && items.size() > 1 ? 2 : 1;
+  const std::size_t most = std::min<std::uint64_t>(together / turns, items.size());
+  for (std::size_t i = 0; i < turns; ++i)
+    slices[i].memory = AlignedBuffer(std::max(checked_mul(most, page_bytes, "bytes of pages"), kLogBlock));
+  std::size_t begun = 0;
+  const auto read_next = [&](Slice& slice) {
+    const std::size_t count = std::min(most, items.size() - begun);
+    slice.items = 0;
+    if (count == 0) return;
+    read_slice(target, items.subspan(begun, count), slice);
+    begun += count;
+  };
+  read_next(slices[0]);
+  for (std::size_t turn = 0; slices[turn].items != 0 && !(stop_ && in_background); turn = (turn + 1) % turns) {
     const auto begin = std::chrono::steady_clock::now();
-    const auto some = items.subspan(first, std::min<std::size_t>(together, items.size() - first));
-    pieces.clear();
-    pages.clear();
-    for (const Item& item : some) {
-      if (item.in_place) {
-        target.apply_in_place(item.page, item.checksum);
-      } else if (item.page == kHeaderPage) {
-        std::vector<std::byte> bytes(kLogBlock);
-        file_.read(item.position, bytes);
-        if (page_checksum(bytes) != item.checksum)
-          throw CorruptError(
-              fmt::format("{}: the .npy header at byte {} does not match its checksum", printable(file_.path()), item.position));
-        target.apply_header(bytes);
-      } else {
-        std::byte* const slot = memory.data() + pages.size() * page_bytes;
-        pages.push_back({item.page, slot, item.checksum});
-        pieces.push_back({item.position, slot, page_bytes, page_bytes});
-      }
-    }
-    std::sort(pieces.begin(), pieces.end(), [](const IoPiece& a, const IoPiece& b) { return a.offset < b.offset; });
-    io_.read(pieces);
-    target.apply(pages);
-    step(some.size());
+    Slice& slice = slices[turn];
+    slice.read.get();
+    if (turns == 2) read_next(slices[1 - turn]);
+    target.apply(slice.pages);
+    step(slice.items);
+    if (turns == 1) read_next(slice);
     if (!in_background) continue;
     // The disk is the batches' as well, while there is room in the log.
     std::unique_lock lock(mutex_);

@@ -50,8 +50,8 @@ class LogTarget {
   virtual void apply_header(std::span<const std::byte> header) = 0;
   // The page is in the file already.
   virtual void apply_in_place(std::uint64_t page, std::uint32_t checksum) = 0;
-  // Makes durable what was applied: data, then checksums.
-  virtual void sync_applied() = 0;
+  // Makes durable what was applied: data, then checksums. It is all that commits up to this one changed.
+  virtual void sync_applied(std::uint64_t commit) = 0;
   // Makes pages in place durable.
   virtual void sync_data() = 0;
 };
@@ -62,6 +62,8 @@ struct RedoLogOptions {
   std::uint64_t transfer_bytes = 4U << 20;  // memory of records under way, twice: appended and applied
   PageIoOptions io = {};
   StoreId store = {};  // whose log it is; not known: that of its header, or a new one
+  // Commits that something says it had are missed (FormatError), unless this is set: then those that there are count.
+  bool accept_cut = false;
 };
 
 // Thread safety: all members may be called from several threads; what must not run side by side is said at each.
@@ -103,6 +105,7 @@ class RedoLog final : public LoggedPages {
   const std::optional<Found>& found() const noexcept { return found_; }
   std::uint64_t pages_of(std::uint32_t table) const;  // how many the log has of it
 
+  std::uint64_t applied() const;           // the commit up to which the tables' files have all
   std::set<std::uint32_t> tables() const;  // those it has pages of
 
   // Until detach(), which waits for applying to end, pages of `table` go to `target`; those of tables without a target stay where
@@ -143,6 +146,7 @@ class RedoLog final : public LoggedPages {
   // A commit on its way: its record has its place, but is not written.
   struct Pending {
     std::uint64_t number = 0, position = 0, bytes = 0;
+    std::uint64_t id = 0;  // of the log's life
     AlignedBuffer record;
     std::string manifest;
     std::set<std::uint32_t> in_place;  // tables to be synced first
@@ -186,6 +190,7 @@ class RedoLog final : public LoggedPages {
   std::optional<LoggedVersion> find(std::uint32_t table, std::uint64_t page) const override;
   void find(std::uint32_t table, std::span<const std::uint64_t> pages, std::span<LoggedVersion> out) const override;
   std::uint64_t read(std::span<const IoPiece> pieces, const PageIo::Done& done) override { return io_.read(pieces, done); }
+  PageIo* io() noexcept override { return &io_; }
   void for_each(std::uint32_t table, const std::function<void(std::uint64_t, const LoggedVersion&)>& body) const override;
 
  private:
@@ -196,6 +201,7 @@ class RedoLog final : public LoggedPages {
   static std::uint64_t entry_bytes_for(const RedoLogOptions& options) noexcept;
   static File open_file(const std::filesystem::path& file, FileOps& ops, const LogHeader& first);
   void index_records();
+  void miss(std::uint64_t commit);  // which is not there
   void write_record(std::uint64_t position, const AlignedBuffer& record, std::uint64_t bytes);
   void wait_for_room(std::uint64_t bytes);
   // With apply_mutex_ held. Throws IoError: with the log broken, or, where the disk is full, with all as before.
@@ -217,10 +223,13 @@ class RedoLog final : public LoggedPages {
   std::optional<Applied> committed_now();                 // waits for a commit on its way; nullopt if there is nothing to apply
   void check_targets(std::span<const Item> items) const;  // throws Error if a table could not be opened
   // To the tables' files, durably. False if it was told to stop.
-  bool apply_items(std::span<const Item> items, bool in_background, const Progress& progress);
+  bool apply_items(std::span<const Item> items, std::uint64_t commit, bool in_background, const Progress& progress);
   void forget_applied(const Applied& work);  // the log no longer has it
   void apply_table(LogTarget& target, std::span<const Item> items, bool in_background,
                    const std::function<void(std::uint64_t)>& step);
+  struct Slice;
+  // Begins to read the pages of these items from the log; what needs no reading is applied at once.
+  void read_slice(LogTarget& target, std::span<const Item> items, Slice& slice);
   void start_applying();
   void begin_anew();                                // if it is empty; with apply_mutex_ and append_mutex_ held
   LogTarget* target_of(std::uint32_t table) const;  // null if there is none
@@ -269,6 +278,7 @@ class RedoLog final : public LoggedPages {
   Statistics counts_;
   std::atomic<std::uint64_t> entries_{0};
   std::atomic<bool> stop_{false};
+  Worker reader_;   // of what is being applied
   Worker applier_;  // last: ends first
 };
 

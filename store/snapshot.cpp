@@ -587,7 +587,8 @@ class Snapshot {
       Manifest manifest = moment.manifest;
       manifest.unfinished.clear();
       manifest.log = false;
-      manifest.store_id = StoreId::random();  // a store of its own
+      for (auto& [name, entry] : manifest.tables) entry.changed = 0;  // nothing is applied here
+      manifest.store_id = StoreId::random();                          // a store of its own
       for (auto& [name, entry] : manifest.tables) {
         if (!entry.adopted) continue;
         entry.adopted.reset();

@@ -126,8 +126,10 @@ struct SnapshotReport {
 
 // What opening a store for writing would do to it first.
 struct RecoveryPlan {
-  bool writer = false;                         // one is at work: what follows is its business
-  bool unclean = false;                        // a session without log ended in the middle: opening would refuse
+  bool writer = false;   // one is at work: what follows is its business
+  bool unclean = false;  // a session without log ended in the middle, or the log is gone: opening refuses unless told otherwise
+  // What is missing of a redo log that had commits, which the tables' files may not have; empty: nothing.
+  std::string log_gone;
   std::uint64_t commit = 0;                    // that the store would be at
   std::uint64_t log_bytes = 0;                 // of commits in the log
   std::map<std::string, std::uint64_t> pages;  // that would go from the log to a table's file

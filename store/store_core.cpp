@@ -204,9 +204,33 @@ void StoreCore::report(const Progress& progress, std::uint64_t done, std::uint64
   progress(done, total);
 }
 
+void StoreCore::tear(std::string what) {
+  if (!log)
+    throw CorruptError(
+        fmt::format("store {}: {}. With durability 'none' nothing takes that back: call again for the others, or "
+                    "go on with what there is",
+                    printable(path), what));
+  const std::lock_guard lock(torn_mutex_);
+  if (torn_.empty()) torn_ = std::move(what);
+  throw torn_error();
+}
+
+CorruptError StoreCore::torn_error() const {
+  return CorruptError(
+      fmt::format("store {}: {}. The store takes no writes and makes no commits any more, so that no part of a batch "
+                  "is ever committed. Abandon it and open it again: it is at its last commit ({}) then",
+                  printable(path), torn_, commit.load()));
+}
+
+void StoreCore::check_whole() const {
+  const std::lock_guard lock(torn_mutex_);
+  if (!torn_.empty()) throw torn_error();
+}
+
 void StoreCore::bound_log() {
   if (!log) return;
   log->check_usable();
+  check_whole();
   const std::uint64_t bytes = log->uncommitted_bytes() + dirty_bytes.load(std::memory_order_relaxed);
   const bool index_full = log->index_is_full(dirty_pages.load(std::memory_order_relaxed));
   if (bytes <= log->limit() / 2 && !index_full) return;

@@ -133,6 +133,7 @@ struct StoreCore {
         allow_adopted{options.allow_adopted},
         checks_pages{writable || !options.accept_unclean},
         accept_changed{options.accept_changed},
+        accept_unclean{options.accept_unclean},
         memory{options.memory},
         replacement{options.replacement},
         write_behind{options.write_behind},
@@ -181,6 +182,10 @@ struct StoreCore {
   // To be called before rows are changed, with no lock held: where what was changed since the last commit takes half of the log's
   // limit, commits, or throws LogFullError if that is not wanted.
   void bound_log();
+  // A batch that took several passes was changed in part, as `what` says. With a redo log nothing of it is ever committed: from
+  // then on check_whole() throws. Throws CorruptError saying so, or, without a log, that the part stays.
+  [[noreturn]] void tear(std::string what);
+  void check_whole() const;  // throws CorruptError after tear()
   // What is dirty in memory, of all tables, will go to the log as well.
   std::atomic<std::uint64_t> dirty_bytes{0}, dirty_pages{0};
   // The kernels of a device. Throws CudaError if the store was opened for none or another.
@@ -203,7 +208,8 @@ struct StoreCore {
   const std::optional<bool> allow_adopted;
   const bool checks_pages;    // false where tables are taken as they are, and cannot be resealed
   const bool accept_changed;  // by others: adopted files
-  bool unclean = false;       // pages were written after the last commit, and that is accepted
+  const bool accept_unclean;
+  bool unclean = false;  // pages were written after the last commit, and that is accepted
   const std::uint64_t memory;
   const Replacement replacement;
   const bool write_behind;
@@ -236,6 +242,9 @@ struct StoreCore {
 
  private:
   std::atomic<std::thread::id> reporting_{};  // the thread that is in a progress callback
+  CorruptError torn_error() const;            // with torn_mutex_ held
+  mutable std::mutex torn_mutex_;
+  std::string torn_;  // empty: nothing is
   std::mutex engine_mutex_;
   std::unique_ptr<CudaEngine> engine_;
   std::unique_ptr<ThreadPool> movers_;

@@ -115,9 +115,10 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
     } else {
       manifest = Manifest::load(absolute);
     }
-    const bool log_gone_here = options.mode != Mode::kRead && log_is_gone(absolute, manifest);
-    if (log_gone_here && !options.accept_unclean) throw log_gone(absolute, manifest.commit);
-    const bool unclean = log_gone_here || (options.mode != Mode::kRead && UncommittedMark::present(absolute, manifest.commit));
+    const std::string log_lost = options.mode != Mode::kRead ? why_log_is_gone(absolute, manifest, ops) : std::string();
+    if (!log_lost.empty() && !options.accept_unclean) throw log_gone(absolute, manifest.commit, log_lost);
+    const bool unclean =
+        !log_lost.empty() || (options.mode != Mode::kRead && UncommittedMark::present(absolute, manifest.commit));
     if (unclean && !options.accept_unclean) throw unclean_end(absolute, manifest.commit, "a session ended without commit");
 
     std::shared_ptr<StoreCore> core(new StoreCore(absolute, options, ops),
@@ -143,8 +144,8 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
       impl->remove_unfinished();
       impl->replace_manifest(impl->manifest_);
     }
-    if (unclean) {
-      for (const auto& [name, table] : impl->tables_) table->reseal();
+    if (core->unclean) {
+      for (const auto& [name, table] : impl->tables_) table->reseal(impl->manifest_.commit + 1);
       impl->commit_locked(/*even_unchanged=*/true);
       if (core->log) core->log->apply_all();  // the manifest's file has the commit from here on
     }
@@ -196,6 +197,8 @@ void Store::Impl::open_tables() {
       }
       auto [data, ledger] = open_files(name, entry);
       known->second->replace_files(entry, std::move(data), std::move(ledger));
+    } catch (const MomentError&) {
+      throw;  // the others may be of several moments as well
     } catch (const Error&) {
       broken_.emplace(name, std::current_exception());
       entries.erase(name);
@@ -278,6 +281,7 @@ std::unique_lock<std::mutex> Store::Impl::lock() const {
 void Store::Impl::check_writable() const {
   if (!core_->writable) throw ReadOnlyError(fmt::format("store {} is open read-only", printable(core_->path)));
   if (core_->log) core_->log->check_usable();  // a manifest written now might contradict a commit that is in doubt
+  core_->check_whole();
 }
 
 Table Store::Impl::table(std::string_view name) {
@@ -361,6 +365,7 @@ std::uint64_t Store::Impl::commit_still(bool even_unchanged, std::string note) {
 }
 
 std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_unchanged, std::string note) {
+  core_->check_whole();
   if (core_->log) core_->log->check_usable();  // also where nothing changed since a commit that failed: it is no commit
   // The mark counts as a change: pages were written that no manifest knows of, be it by a commit that failed or in a table
   // removed since.
@@ -369,10 +374,11 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
   if (!changed) return std::nullopt;
   if (core_->log) note_log(true);  // once in a session
   PendingCommit pending{manifest_, {}};
-  for (const auto& [name, table] : tables_) pending.manifest.tables.insert_or_assign(name, table->flush_and_sync());
   // Without a log a commit that failed may have left its manifest: its number is not used again, so that a mark is always of an
   // earlier commit than the next one.
   pending.manifest.commit = (core_->log ? manifest_.commit : core_->newest.load()) + 1;
+  for (const auto& [name, table] : tables_)
+    pending.manifest.tables.insert_or_assign(name, table->flush_and_sync(pending.manifest.commit));
   ++pending.manifest.revision;
   pending.manifest.time = utc_now();
   pending.manifest.note = std::move(note);

@@ -15,6 +15,9 @@
 
 namespace embermap {
 
+// What is missing of a redo log that has commits, as the manifest says; empty: nothing that a look at its length tells.
+std::string why_log_is_gone(const std::filesystem::path& store, const Manifest& manifest, FileOps& ops);
+
 class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
  public:
   static std::shared_ptr<Impl> open(const std::filesystem::path& path, const StoreOptions& options);
@@ -54,9 +57,15 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   // Opens the tables of manifest_, or their files anew.
   void open_tables();
   static CorruptError unclean_end(const std::filesystem::path& store, std::uint64_t commit, std::string_view why);
-  // The manifest says that the log has commits, and there is none.
-  static bool log_is_gone(const std::filesystem::path& store, const Manifest& manifest);
-  static CorruptError log_gone(const std::filesystem::path& store, std::uint64_t commit);
+  static CorruptError log_gone(const std::filesystem::path& store, std::uint64_t commit, std::string_view why);
+  // A page file of another moment than the manifest.
+  class MomentError final : public CorruptError {
+   public:
+    using CorruptError::CorruptError;
+  };
+  // Throws it where the page file says that it is of a commit before `least` or after `most`, unless that is to be accepted.
+  static void check_moment(StoreCore& core, const std::string& name, const PageLedger& ledger, std::uint64_t least,
+                           std::uint64_t most);
   // Has the manifest say so, or that it has none; durable.
   void note_log(bool has_commits);
   // Brings a reader to the last commit: log, manifest and files as they were at one moment.

@@ -229,11 +229,19 @@ void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream st
   for (std::uint64_t first = 0; first < batch.pages.size();) {
     const std::uint64_t count = std::min<std::uint64_t>(frames.size(), batch.pages.size() - first);
     const std::span<std::uint32_t> places(frames.data(), count);
-    const auto hold = [&] {
-      const ProfileRange range("embermap: hold pages");
-      return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
-    }();
-    device_pass(call, access, stream, [&] { body(source, first, places, {}); });
+    try {
+      const auto hold = [&] {
+        const ProfileRange range("embermap: hold pages");
+        return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
+      }();
+      device_pass(call, access, stream, [&] { body(source, first, places, {}); });
+    } catch (const std::exception& error) {
+      if (access != Access::kWrite || first == 0) throw;
+      core_->tear(
+          fmt::format("a batch of table '{}' was changed in part and then failed ({}): its rows with ids below {} are "
+                      "changed, of the others some may be",
+                      printable(name_), error.what(), batch.pages[first] * entry_.geometry.rows_per_page));
+    }
     first += count;
   }
 }

@@ -79,7 +79,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void accept(const Progress& progress);
   RepairReport repair_from(TableImpl& backup, const Progress& progress);
   // Gives every written page the checksum of what it holds now.
-  void reseal();
+  void reseal(std::uint64_t commit);  // the one that will take what is there
 
   // For the store. `entry` members that change (rows, optimizer, step) are read by entry().
   TableEntry entry() const;
@@ -89,8 +89,9 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void set_memory(std::uint64_t bytes);  // what the entry says of it; set_share() makes it so
   // Keeps everybody else out while the lock lives: the commit of all tables is one moment. For the members up to set_share().
   std::unique_lock<FairSharedMutex> stand_still();
-  bool changed() const;         // since the last mark_committed()
-  TableEntry flush_and_sync();  // dirty pages to the file, the file to the disk; the entry to record
+  bool changed() const;  // since the last mark_committed()
+  // For commit number `commit`.
+  TableEntry flush_and_sync(std::uint64_t commit);  // dirty pages to the file, the file to the disk; the entry to record
   void mark_committed();
   bool ahead() const;  // the files are not those of the last commit
   // Weights of the rows [first, end of the table), none of which is in memory, as after grow(); their state is initial.
@@ -296,6 +297,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::atomic<double> carried_;  // TableEntry::carried; NaN: nothing
   std::atomic<std::uint64_t> optimizer_version_{0};
   std::atomic<bool> entry_changed_{false};
+  std::uint64_t changing_ = 0;  // the commit on its way, if it changes pages
   std::unique_ptr<PageFile> file_;
   MemoryShare share_;
   std::uint64_t commits_ = 0;                  // of this session

@@ -301,9 +301,12 @@ VerifyReport TableImpl::find_bad(const Progress& progress, const Bad& bad) {
   return report;
 }
 
-void TableImpl::reseal() {
+void TableImpl::reseal(std::uint64_t commit) {
   const Alone lock(files_);
   seal_all({});
+  // It may be of a later commit, which is gone.
+  file_->ledger().set_commit(commit);
+  file_->set_ahead();
 }
 
 void TableImpl::accept(const Progress& progress) {

@@ -56,7 +56,7 @@ bool WholePages::use(std::uint64_t page, std::uint32_t batch, Access access, Mar
 
 template <class PageOf, class Replaced, class Good>
 std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf& page_of, const Replaced& replaced,
-                               const Good& good, std::vector<std::uint32_t>& held_back) {
+                               const Good& good, std::vector<std::uint32_t>& held_back, const StillWanted& still) {
   const std::uint32_t batch = ++batch_;
   std::atomic<std::uint64_t> used{0};
   std::vector<Wanted> wanted;
@@ -98,7 +98,7 @@ std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf&
     std::uint64_t filled = 0;
     {
       const Stopwatch waited(waited_ns_);
-      filled = fill(std::move(wanted), access, held_back);
+      filled = fill(std::move(wanted), access, held_back, still);
     }
     misses_ += filled;
     hits_ += distinct - filled;
@@ -108,16 +108,19 @@ std::uint64_t WholePages::load(std::uint64_t count, Access access, const PageOf&
   return distinct;
 }
 
-std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::vector<std::uint32_t>& held_back) {
+std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::vector<std::uint32_t>& held_back,
+                               const StillWanted& still) {
   std::uint64_t filled = 0;
   const bool replaces = std::any_of(wanted.begin(), wanted.end(), [](const Wanted& w) { return w.replaced; });
   while (!wanted.empty()) {
     std::vector<PageBuffer> reads;
     std::vector<std::uint32_t> mine;
-    std::vector<Wanted> others;  // being filled by someone else
+    std::vector<Wanted> others;       // being filled by someone else
+    std::vector<std::uint8_t> there;  // of `reads`
     // All memory now: once a page is marked as being filled, nothing may come in between.
     reads.reserve(wanted.size());
     mine.reserve(wanted.size());
+    there.reserve(still ? wanted.size() : 0);
     others.reserve(wanted.size());
     held_back.reserve(held_back.size() + wanted.size());
     {
@@ -143,19 +146,25 @@ std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::v
     held_back.insert(held_back.end(), mine.begin(), mine.end());
     std::exception_ptr failure;
     try {
-      file_.read(reads);
+      if (still) there.resize(reads.size());
+      file_.read(reads, still, there);
+    } catch (const NotWanted&) {
+      failure = std::current_exception();
     } catch (...) {
       failure = std::current_exception();
+      there.clear();
     }
     std::unique_lock lock(mutex_);
-    for (const PageBuffer& page : reads) {
-      if (failure != nullptr) {
+    for (std::size_t i = 0; i < reads.size(); ++i) {
+      const PageBuffer& page = reads[i];
+      const bool filled_it = failure == nullptr || (!there.empty() && there[i] != 0);
+      if (!filled_it) {
         --resident_;
         // Whoever's mark it is: a batch that still wants the page marks it again, and nothing is in it for a flush to write.
         if (dirty_[page.page].exchange(0) != 0) --dirty_count_;
       }
-      state_[page.page].store(failure != nullptr ? kMissing : kReady, std::memory_order_release);
-      if (failure == nullptr) ready_.fetch_add(1, std::memory_order_release);
+      state_[page.page].store(filled_it ? kReady : kMissing, std::memory_order_release);
+      if (filled_it) ready_.fetch_add(1, std::memory_order_release);
     }
     changed_.notify_all();
     if (failure != nullptr) {
@@ -180,7 +189,7 @@ std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::v
 }
 
 std::optional<HotPages::Hold> WholePages::hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of,
-                                               Access access, std::span<const std::uint8_t> replaced) {
+                                               Access access, std::span<const std::uint8_t> replaced, const StillWanted& still) {
   std::vector<std::uint32_t> held_back;
   const std::uint64_t distinct = load(
       pages.size(), access,
@@ -188,7 +197,7 @@ std::optional<HotPages::Hold> WholePages::hold(std::span<const std::uint64_t> pa
         frame_of[i] = static_cast<std::uint32_t>(pages[i]);
         return pages[i];
       },
-      [&](std::uint64_t i) { return !replaced.empty() && replaced[i] != 0; }, kAllGood, held_back);
+      [&](std::uint64_t i) { return !replaced.empty() && replaced[i] != 0; }, kAllGood, held_back, still);
   return Hold(this, 0, distinct, std::move(held_back));
 }
 

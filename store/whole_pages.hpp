@@ -21,7 +21,7 @@ class WholePages final : public HotPages {
   WholePages(PageFile& file, ThreadPool& compute);
 
   std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
-                           std::span<const std::uint8_t> replaced = {}) override;
+                           std::span<const std::uint8_t> replaced = {}, const StillWanted& still = {}) override;
   // Makes the pages of these rows resident, for good: row `id` then lies at frame(0) + id * stride. If an id is not below `rows`,
   // returns the position of the first such one instead, and has loaded nothing. (One pass over the ids: with many threads the
   // beginning and end of a pass take as long as the pass.)
@@ -64,8 +64,8 @@ class WholePages final : public HotPages {
   // good(begin, end): whether these may be looked at. If one says no, nothing is made ready, and nothing counts.
   template <class PageOf, class Replaced, class Good>
   std::uint64_t load(std::uint64_t count, Access access, const PageOf& page_of, const Replaced& replaced, const Good& good,
-                     std::vector<std::uint32_t>& held_back);
-  std::uint64_t fill(std::vector<Wanted> wanted, Access access, std::vector<std::uint32_t>& held_back);
+                     std::vector<std::uint32_t>& held_back, const StillWanted& still = {});
+  std::uint64_t fill(std::vector<Wanted> wanted, Access access, std::vector<std::uint32_t>& held_back, const StillWanted& still);
   void release(Hold& hold) noexcept override;
 
   template <class T>

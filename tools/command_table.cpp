@@ -92,15 +92,21 @@ int plan(const std::filesystem::path& store, const Common& common) {
     print_json({{"path", json_text(store.native())},
                 {"writer", plan.writer},
                 {"unclean", plan.unclean},
+                {"log_gone", plan.log_gone.empty() ? Json(nullptr) : Json(json_text(plan.log_gone))},
                 {"commit", plan.commit},
                 {"log_bytes", plan.log_bytes},
                 {"pages", std::move(pages)}});
   } else if (!common.quiet) {
-    const std::string what = plan.writer    ? "a writer is at work; nothing to recover"
-                             : plan.unclean ? "a session without log ended without commit: tables would be taken as they are"
-                             : text.empty()
-                                 ? "nothing to recover"
-                                 : fmt::format("{} of commits in the log would go to the tables", format_size(plan.log_bytes));
+    const std::string what =
+        plan.writer              ? "a writer is at work; nothing to recover"
+        : !plan.log_gone.empty() ? fmt::format(
+                                       "the redo log is gone, which had later commits: {}. Bring {} back from a copy to "
+                                       "have them; 'embermap recover' without --dry-run takes the tables as they are, "
+                                       "which may mix rows of several commits",
+                                       plan.log_gone, printable(store / "redo.log"))
+        : plan.unclean ? "a session without log ended without commit: tables would be taken as they are"
+        : text.empty() ? "nothing to recover"
+                       : fmt::format("{} of commits in the log would go to the tables", format_size(plan.log_bytes));
     print(fmt::format("{}: at commit {}; {}\n{}", printable(store), plan.commit, what, text));
   }
   return kDone;
@@ -137,7 +143,7 @@ int recover(const Arguments& arguments, const Common& common) {
                 {"commit", commit}});
   else if (!common.quiet)
     print(fmt::format("{}: {}\n", printable(path.store),
-                      reason       ? "took the tables as they were after a session that ended without commit"
+                      reason       ? fmt::format("took the tables as they were: {}", *reason)
                       : pages != 0 ? fmt::format("at commit {}; {} pages went from the log to the tables", commit, grouped(pages))
                                    : "nothing to recover"));
   return kDone;

@@ -109,6 +109,67 @@ class PageIoWays : public PageIoFolder, public ::testing::WithParamInterface<Way
   PageIoOptions options() const { return {.engine = GetParam().engine, .direct = GetParam().direct}; }
 };
 
+TEST_P(PageIoWays, TwoFilesAreReadTogether) {
+  constexpr std::uint64_t kBytes = 4U << 20, kShift = 1ULL << 30;
+  const File first = make("a", kBytes), second = make("b", kBytes);
+  for (std::uint64_t offset = 0; offset < kBytes; offset += 1U << 20)
+    second.write(offset, pattern_of(kShift + offset, 1U << 20));  // other bytes than the first one has
+  PageIo io(first, io_, options()), beside(second, io_, options());
+  for (const std::uint64_t slack : {0U, 17U}) {
+    Pieces mine(slack), theirs(slack);
+    for (std::uint64_t page = 0; page < 300; page += 3) mine.add(page * kPage, kPage);
+    mine.add(3U << 20, 0);
+    theirs.add(5, 1000);
+    for (std::uint64_t page = 2; page < 200; page += 2) theirs.add(page * kPage, kPage);
+    theirs.add(1U << 20, 3U << 20);  // several requests
+    std::vector<std::atomic<int>> done(mine.size()), others_done(theirs.size());
+    std::atomic<std::uint64_t> worked{0};
+    const PageIo::Done theirs_done = [&](std::size_t i) { ++others_done[i]; };
+    const Meanwhile meanwhile{
+        .count = 1000, .grain = 10, .body = [&](std::uint64_t begin, std::uint64_t end) { worked += end - begin; }};
+    const std::uint64_t requests =
+        io.read(mine.get(), [&](std::size_t i) { ++done[i]; }, meanwhile, {beside, theirs.get(), theirs_done});
+    if (GetParam().engine != IoEngine::kCached) EXPECT_GE(requests, 200U);  // what is copied needs none
+    EXPECT_EQ(worked, 1000U);
+    mine.expect_pattern();
+    for (const IoPiece& piece : theirs.get())
+      EXPECT_TRUE(std::ranges::equal(std::span(piece.memory, piece.bytes), pattern_of(kShift + piece.offset, piece.bytes)))
+          << "the piece at " << piece.offset;
+    for (const auto& times : done) EXPECT_EQ(times, 1);
+    for (const auto& times : others_done) EXPECT_EQ(times, 1);
+  }
+  // Either may have nothing to read, or both.
+  Pieces nothing, some;
+  some.add(kPage, kPage);
+  const PageIo::Done ignored;
+  const std::uint64_t one = GetParam().engine == IoEngine::kCached ? 0 : 1;
+  EXPECT_EQ(io.read(some.get(), {}, {}, {beside, nothing.get(), ignored}), one);
+  some.expect_pattern();
+  EXPECT_EQ(io.read(nothing.get(), {}, {}, {beside, some.get(), ignored}), one);
+  EXPECT_EQ(some.get()[0].memory[9], pattern(kShift + kPage + 9));
+  EXPECT_EQ(io.read(nothing.get(), {}, {}, {beside, nothing.get(), ignored}), 0U);
+}
+
+TEST_P(PageIoWays, ErrorsOfTwoFilesNameTheOneTheyAreOf) {
+  const File first = make("short", 8 * kPage), second = make("other", 100 * kPage);
+  PageIo io(first, io_, options()), beside(second, io_, options());
+  const PageIo::Done ignored;
+  const auto read = [&](std::uint64_t in_first, std::uint64_t in_second) {
+    Pieces mine, theirs;
+    mine.add(in_first * kPage, kPage);
+    theirs.add(in_second * kPage, kPage);
+    return error_of<FormatError>([&] { io.read(mine.get(), {}, {}, {beside, theirs.get(), ignored}); });
+  };
+  EXPECT_THAT(read(8, 1), ::testing::AllOf(HasSubstr("short"), HasSubstr("truncated")));
+  EXPECT_THAT(read(1, 100), ::testing::AllOf(HasSubstr("other"), HasSubstr("truncated")));
+  // What `done` throws ends both.
+  Pieces mine, theirs;
+  mine.add(0, kPage);
+  theirs.add(0, kPage);
+  const PageIo::Done throws = [](std::size_t) { throw InvalidArgument("enough"); };
+  EXPECT_EQ(error_of<InvalidArgument>([&] { io.read(mine.get(), {}, {}, {beside, theirs.get(), throws}); }), "enough");
+}
+
 INSTANTIATE_TEST_SUITE_P(All, PageIoWays,
                          ::testing::Values(Way{IoEngine::kUring, true}, Way{IoEngine::kUring, false},
                                            Way{IoEngine::kThreads, true}, Way{IoEngine::kThreads, false},

@@ -3,9 +3,11 @@
 #include <sys/resource.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <fstream>
 #include <functional>
+#include <optional>
 #include <random>
 #include <set>
 #include <thread>
@@ -245,6 +247,92 @@ TEST_F(PrefetchTest, EndsWhereTheSystemRefusesAThread) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   const auto ids = batch(0);
   EXPECT_EXIT(prefetch_without_a_thread(table_, ids), testing::ExitedWithCode(0), "");
+}
+
+// Reads that take a while, counted.
+class SlowReads final : public FileOps {
+ public:
+  std::atomic<int> milliseconds{0}, reads{0};
+  ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
+    ++reads;
+    if (milliseconds > 0) std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+    return FileOps::pread(fd, buffer, bytes, offset);
+  }
+};
+
+// A table on a slow disk, whose pages were all written.
+class SlowPrefetchTest : public StoreTest {
+ protected:
+  static constexpr std::int64_t kPages = 1000;  // that are read, each in a request of its own
+
+  SlowPrefetchTest() {
+    const std::vector<float> ones(table_->rows() * 1024, 1);
+    table_->write(0, table_->rows(), std::as_bytes(std::span(ones)));
+    store_.commit();
+    store_.checkpoint();
+    table_.reset();
+    store_.close();
+    store_ = Store::open(path(), {.memory = 10U << 20, .threads = 2, .file_ops = &ops_});
+    table_ = store_.table("t");
+    (void)gather(*table_, {1});
+    ops_.milliseconds = 5;  // 160 ms for all, on 32 threads
+    ops_.reads = 0;
+  }
+  std::vector<std::int64_t> every_other_page() const {
+    std::vector<std::int64_t> ids;
+    for (std::int64_t page = 0; page < kPages; ++page) ids.push_back(2 * page);
+    return ids;
+  }
+
+  SlowReads ops_;
+  Store store_ = Store::open(path(), {.memory = 10U << 20, .threads = 2, .file_ops = &ops_});
+  std::optional<Table> table_ = store_.create("t", {.rows = 2 * kPages + 10, .dim = 1024});
+};
+
+TEST_F(SlowPrefetchTest, CancellingAsksNothingMoreOfTheDiskAndKeepsWhatIsThere) {
+  Prefetch ahead = table_->prefetch(every_other_page());
+  expect_soon([&] { return ops_.reads > 100; });
+  ahead.cancel();
+  expect_soon([&] { return ahead.done(); });
+  const int before = ops_.reads;
+  EXPECT_LT(before, 700);
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));
+  EXPECT_EQ(ops_.reads, before);
+  EXPECT_EQ(gather(*table_, every_other_page()), std::vector<float>(kPages * 1024, 1.0F));
+  EXPECT_LE(ops_.reads, kPages + 40) << "a page that is in memory is not read again";
+}
+
+TEST_F(SlowPrefetchTest, ACommitDoesNotWaitForAllOfIt) {
+  const Prefetch ahead = table_->prefetch(every_other_page());
+  expect_soon([&] { return ops_.reads > 100; });
+  test::scatter(*table_, {1}, std::vector<float>(1024, 2));
+  store_.commit();
+  EXPECT_LT(ops_.reads, 700);
+  EXPECT_FALSE(ahead.done());
+  expect_soon([&] { return ahead.done(); });
+  EXPECT_GE(ops_.reads, kPages) << "it went on";
+  EXPECT_LE(ops_.reads, kPages + 60) << "and read no page twice";
+  const std::uint64_t misses = table_->stats().misses;
+  (void)gather(*table_, every_other_page());
+  EXPECT_EQ(table_->stats().misses, misses);
+}
+
+TEST_F(SlowPrefetchTest, ABatchThatComesWhileItIsCancelledReadsTheRest) {
+  for (int round = 0; round < 3; ++round) {
+    Prefetch ahead = table_->prefetch(every_other_page());
+    expect_soon([&] { return ops_.reads > 50; });
+    std::thread cancels([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      ahead.cancel();
+    });
+    EXPECT_EQ(gather(*table_, every_other_page()), std::vector<float>(kPages * 1024, 1.0F));
+    cancels.join();
+    table_.reset();
+    store_.close();
+    store_ = Store::open(path(), {.memory = 10U << 20, .threads = 2, .file_ops = &ops_});
+    table_ = store_.table("t");
+    ops_.reads = 0;
+  }
 }
 
 }  // namespace

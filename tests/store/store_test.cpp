@@ -19,6 +19,7 @@
 #include "io/checksum.hpp"
 #include "io/npy.hpp"
 #include "store/commit_history.hpp"
+#include "store/log_format.hpp"
 #include "tests/store/store_fixture.hpp"
 
 namespace embermap {
@@ -1477,6 +1478,162 @@ TEST_F(StoreTest, ALogThatIsTakenAwayWithItsCommitsIsMissed) {
   }
 }
 
+TEST_F(StoreTest, ALogThatWasCutToItsHeadersOrFurtherOnIsMissed) {
+  const auto log = path() / "redo.log";
+  {
+    Store store = open();
+    Table table = store.create("t", {.rows = 100, .dim = 128});
+    for (float value = 1; value <= 3; ++value) {
+      scatter(table, {5, 50}, std::vector<float>(256, value));
+      store.commit();
+    }
+    store.abandon();
+  }
+  // Commit 1 wrote in place; 2 and 3 have a record of two pages each and their own.
+  const auto end = read_log_mark(File::open(log, File::Mode::kRead)).value().end;
+  for (const std::uint64_t bytes : {8192UL, 12288UL, end - 4096, end - 1}) {
+    const auto store = directory_ / std::to_string(bytes);
+    std::filesystem::copy(path(), store, std::filesystem::copy_options::recursive);
+    std::filesystem::resize_file(store / "redo.log", bytes);
+    for (const auto mode : {StoreOptions::Mode::kRead, StoreOptions::Mode::kReadWrite}) {
+      const auto message = message_of<CorruptError>([&] { Store::open(store, {.mode = mode, .memory = 1 << 20}); });
+      EXPECT_THAT(message, AllOf(HasSubstr("the redo log is gone"), HasSubstr("commit 3"))) << bytes;
+    }
+    const RecoveryPlan plan = plan_recovery(store);
+    EXPECT_TRUE(plan.unclean);
+    EXPECT_THAT(plan.log_gone, AllOf(HasSubstr("had commit 3"), HasSubstr("cut or damaged"))) << bytes;
+    EXPECT_EQ(std::filesystem::file_size(store / "redo.log"), bytes) << "nothing was changed";
+    // What is there is taken where that is wanted, and missed no more.
+    const std::uint64_t left = bytes < 12288 + 4096 ? 0 : 2;
+    Store taken = Store::open(store, {.memory = 1 << 20, .accept_unclean = true});
+    EXPECT_GT(taken.commit_number(), left) << bytes;
+    scatter(taken.table("t"), {5}, std::vector<float>(128, 9));
+    taken.commit();
+    taken.abandon();
+    EXPECT_EQ(gather(Store::open(store, {.memory = 1 << 20}).table("t"), {5})[0], 9.0F) << bytes;
+    EXPECT_TRUE(plan_recovery(store).log_gone.empty());
+  }
+  // Cut behind its last commit nothing is missing.
+  std::filesystem::resize_file(log, end);
+  EXPECT_TRUE(plan_recovery(path()).log_gone.empty());
+  EXPECT_EQ(gather(open().table("t"), {5})[0], 3.0F);
+}
+
+TEST_F(StoreTest, ALastCommitWhoseRecordIsDamagedIsNoCommitThatWasUnderWay) {
+  {
+    Store store = open();
+    Table table = store.create("t", {.rows = 100, .dim = 128});
+    for (float value = 1; value <= 2; ++value) {
+      scatter(table, {5}, std::vector<float>(128, value));
+      store.commit();
+    }
+    store.abandon();
+  }
+  const auto log = path() / "redo.log";
+  {
+    const File file = File::open(log, File::Mode::kReadWrite);
+    file.write(read_log_mark(file).value().end - 4096 + 100, std::string_view("?"));
+  }
+  EXPECT_THAT(message_of<FormatError>([&] { open(); }),
+              AllOf(HasSubstr("had commit 2, and ends with commit 1"), HasSubstr("cut or damaged")));
+  EXPECT_THAT(message_of<CorruptError>([&] { open(1 << 20, StoreOptions::Mode::kRead); }), HasSubstr("had commit 2"));
+  EXPECT_THAT(plan_recovery(path()).log_gone, HasSubstr("had commit 2"));
+}
+
+TEST_F(StoreTest, ALogWithoutCommitsOfItsOwnMayBeAsLongAsItsHeaders) {
+  const auto lengths_of = [&] {
+    Store store = open();
+    EXPECT_EQ(std::filesystem::file_size(path() / "redo.log"), 8192U);
+    return store.commit_number();
+  };
+  {
+    Store store = open();
+    scatter(store.create("t", {.rows = 100, .dim = 128}), {5}, std::vector<float>(128, 1));
+    store.commit();
+    store.checkpoint();  // begins anew: the mark is of the log's life before
+    EXPECT_EQ(std::filesystem::file_size(path() / "redo.log"), 8192U);
+    store.abandon();
+  }
+  EXPECT_TRUE(read_log_mark(File::open(path() / "redo.log", File::Mode::kRead)).has_value());
+  EXPECT_TRUE(plan_recovery(path()).log_gone.empty());
+  EXPECT_EQ(lengths_of(), 1U);
+  // A mark that is not whole, as after a crash in the middle of it, says nothing.
+  File::open(path() / "redo.log", File::Mode::kReadWrite).write(512 + 20, std::string_view("?"));
+  EXPECT_FALSE(read_log_mark(File::open(path() / "redo.log", File::Mode::kRead)).has_value());
+  EXPECT_EQ(lengths_of(), 1U);
+}
+
+TEST_F(StoreTest, APageFileOfAnotherMomentIsNoticed) {
+  for (const Durability durability : {Durability::kCommit, Durability::kNone}) {
+    const auto folder = directory_ / (durability == Durability::kNone ? "none" : "commit");
+    const auto store_at = [&](std::string_view name) { return folder / name; };
+    const auto open_at = [&](const std::filesystem::path& store, bool accept = false, bool reader = false) {
+      return Store::open(store, {.mode = reader ? StoreOptions::Mode::kRead : StoreOptions::Mode::kOpenOrCreate,
+                                 .memory = 1 << 20,
+                                 .durability = durability,
+                                 .accept_unclean = accept});
+    };
+    const auto keep = [&](std::string_view name) {
+      std::filesystem::copy(store_at("now"), store_at(name), std::filesystem::copy_options::recursive);
+    };
+    std::filesystem::create_directories(folder);
+    {
+      Store store = open_at(store_at("now"));
+      scatter(store.create("t", {.rows = 100, .dim = 128}), {5}, std::vector<float>(128, 1));
+      scatter(store.create("u", {.rows = 100, .dim = 128}), {5}, std::vector<float>(128, 1));
+      EXPECT_EQ(store.commit(), 1U);
+      store.close();
+    }
+    keep("first");
+    {
+      Store store = open_at(store_at("now"));
+      scatter(store.table("t"), {90}, std::vector<float>(128, 2));  // a page that was never written before
+      EXPECT_EQ(store.commit(), 2U);
+      store.close();
+    }
+    keep("second");
+    const auto mixed = [&](std::string_view store, std::string_view pages_of) {
+      const auto mix = store_at(fmt::format("{} with pages of {}", store, pages_of));
+      std::filesystem::copy(store_at(store), mix, std::filesystem::copy_options::recursive);
+      std::filesystem::copy_file(store_at(pages_of) / "t.pages", mix / "t.pages",
+                                 std::filesystem::copy_options::overwrite_existing);
+      return mix;
+    };
+    const auto older = mixed("second", "first");
+    const std::string why = "t.pages: is of commit 1, and commit 2 changed the table";
+    EXPECT_THAT(message_of<CorruptError>([&] { open_at(older); }), HasSubstr(why));
+    EXPECT_THAT(message_of<CorruptError>([&] { open_at(older, false, /*reader=*/true); }), HasSubstr(why));
+    EXPECT_EQ(gather(open_at(older, true, /*reader=*/true).table("u"), {5})[0], 1.0F);
+    open_at(older, /*accept=*/true).close();
+    EXPECT_EQ(gather(open_at(older).table("t"), {5})[0], 1.0F) << "it was taken as it is, for good";
+    EXPECT_THAT(message_of<CorruptError>([&] { open_at(mixed("first", "second")); }),
+                HasSubstr("t.pages: is of commit 2, and the store is at commit 1"));
+    // Those that belong together are good: u's has not changed since the first commit.
+    for (const std::string_view name : {"first", "second"}) {
+      EXPECT_EQ(gather(open_at(store_at(name), false, /*reader=*/true).table("t"), {90})[0], name == "second" ? 2.0F : 0.0F);
+      EXPECT_EQ(gather(open_at(store_at(name)).table("u"), {5})[0], 1.0F);
+    }
+  }
+  // A log whose commits are still to be applied does not hide it.
+  const auto store_at = [&](std::string_view name) { return directory_ / "commit" / name; };
+  {
+    Store store = Store::open(store_at("now"), {.memory = 1 << 20});
+    scatter(store.table("t"), {40}, std::vector<float>(128, 3));
+    EXPECT_EQ(store.commit(), 3U);
+    store.abandon();
+  }
+  std::filesystem::copy(store_at("now"), store_at("logged"), std::filesystem::copy_options::recursive);
+  std::filesystem::copy_file(store_at("first") / "t.pages", store_at("logged") / "t.pages",
+                             std::filesystem::copy_options::overwrite_existing);
+  const auto before = test::snapshot(store_at("logged"));
+  EXPECT_THAT(message_of<CorruptError>([&] { Store::open(store_at("logged"), {.memory = 1 << 20}); }),
+              HasSubstr("t.pages: is of commit 1, and commit 2 changed the table"));
+  EXPECT_EQ(test::snapshot(store_at("logged")), before);
+  std::vector<float> both(128, 2);
+  both.resize(256, 3);
+  EXPECT_EQ(gather(Store::open(store_at("now"), {.memory = 1 << 20}).table("t"), {90, 40}), both);
+}
+
 TEST_F(StoreTest, ASnapshotHasNoLogAndMissesNone) {
   Store store = open();
   scatter(store.create("t", {.rows = 100, .dim = 128}), {5}, std::vector<float>(128, 1));
@@ -1497,7 +1654,8 @@ class LogHeadersFull final : public FileOps {
     return fd;
   }
   ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
-    if (fd != log_ || offset >= 8192 || left.fetch_sub(1) > 0) return FileOps::pwrite(fd, buffer, bytes, offset);
+    if (fd != log_ || offset % 4096 != 0 || offset >= 8192 || left.fetch_sub(1) > 0)
+      return FileOps::pwrite(fd, buffer, bytes, offset);
     if (lands && FileOps::pwrite(fd, buffer, bytes, offset) < 0) return -1;
     return errno = ENOSPC, -1;
   }

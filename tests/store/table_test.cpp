@@ -1,5 +1,6 @@
 #include "store/table.hpp"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -22,6 +23,9 @@ using test::read_all;
 using test::scatter;
 using test::StoreTest;
 using test::update;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::Not;
 
 class TableTest : public StoreTest {};
 
@@ -480,6 +484,100 @@ TEST_F(TableTest, RowsAroundElementTwoToThe31) {
   // Row 239,674 straddles the 2^31st element.
   expect_rows_far_apart(open(8 << 20), path(), {.rows = 262'144, .dim = 8960, .optimizer = Adagrad{}, .init = Uniform{}},
                         {239'673, 239'674, 239'675, 262'143});
+}
+
+// Fails one read of a page, later on.
+class FailingRead final : public FileOps {
+ public:
+  std::atomic<int> left{1 << 30};
+  ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
+    return bytes >= 4096 && left.fetch_sub(1) == 0 ? (errno = EIO, -1) : FileOps::pread(fd, buffer, bytes, offset);
+  }
+};
+
+// A batch of more pages than there are frames is changed in passes. An error in a later one leaves a part.
+class TornBatchTest : public TableTest {
+ protected:
+  static constexpr std::int64_t kRows = 400;  // a page each
+
+  Store make(Durability durability) {
+    return Store::open(path(),
+                       {.memory = 256 << 10, .write_behind = false, .threads = 2, .durability = durability, .file_ops = &ops_});
+  }
+  // Every other row: neighbours would be one request.
+  static std::vector<std::int64_t> some() {
+    std::vector<std::int64_t> ids;
+    for (std::int64_t id = 0; id < kRows; id += 2) ids.push_back(id);
+    return ids;
+  }
+  // The message of an update that reads so many pages and no more.
+  std::string tear(Table table, int pages) {
+    ops_.left = pages;
+    std::string message = message_of<Error>([&] { update(table, some(), std::vector<float>(some().size() * 1024, 1)); });
+    ops_.left = 1 << 30;
+    return message;
+  }
+  void fill(Store& store) {
+    Table table = store.create("t", {.rows = kRows, .dim = 1024, .optimizer = Sgd{.lr = 1}});
+    const std::vector<float> fives(kRows * 1024, 5);
+    table.write(0, kRows, std::as_bytes(std::span(fives)));
+    store.create("other", {.rows = 10, .dim = 1});
+    store.commit();
+    store.checkpoint();
+  }
+
+  FailingRead ops_;
+};
+
+TEST_F(TornBatchTest, IsNeverCommitted) {
+  Store store = make(Durability::kCommit);
+  fill(store);
+  Table table = store.table("t");
+  const std::uint64_t commit = store.commit_number();
+  const std::string message = tear(table, 150);
+  EXPECT_THAT(message, AllOf(HasSubstr("batch of table 't' was changed in part"), HasSubstr("Input/output error"),
+                             HasSubstr("rows with ids below"), HasSubstr("no commits any more"),
+                             HasSubstr(fmt::format("at its last commit ({})", commit))));
+  // It says which rows it has changed.
+  const auto first = std::stoll(message.substr(message.find("ids below ") + 10));
+  EXPECT_GT(first, 0);
+  EXPECT_LT(first, kRows);
+  for (const std::int64_t id : some()) ASSERT_EQ(gather(table, {id})[0], id < first ? 4.0F : 5.0F) << id;
+  // Nothing is written or committed any more, of no table.
+  const auto refused = [&](const auto& call) { EXPECT_EQ(message_of<CorruptError>(call), message); };
+  refused([&] { store.commit(); });
+  refused([&] { scatter(table, {3}, std::vector<float>(1024, 1)); });
+  refused([&] { update(table, some(), std::vector<float>(some().size() * 1024, 1)); });
+  refused([&] { scatter(store.table("other"), {3}, {1}); });
+  refused([&] { store.create("new", {.rows = 10, .dim = 1}); });
+  refused([&] { store.close(); });
+  store.abandon();
+  Store again = make(Durability::kCommit);
+  EXPECT_EQ(again.commit_number(), commit);
+  EXPECT_EQ(test::read_all(again.table("t")), std::vector<float>(kRows * 1024, 5.0F));
+  update(again.table("t"), some(), std::vector<float>(some().size() * 1024, 1));
+  again.commit();
+  for (const std::int64_t id : some()) ASSERT_EQ(gather(again.table("t"), {id})[0], 4.0F) << id;
+}
+
+TEST_F(TornBatchTest, AFailureOfTheFirstPassChangesNothing) {
+  Store store = make(Durability::kCommit);
+  fill(store);
+  EXPECT_THAT(tear(store.table("t"), 3), AllOf(HasSubstr("Input/output error"), Not(HasSubstr("in part"))));
+  EXPECT_EQ(test::read_all(store.table("t")), std::vector<float>(kRows * 1024, 5.0F));
+  update(store.table("t"), some(), std::vector<float>(some().size() * 1024, 1));
+  store.commit();
+  EXPECT_EQ(gather(store.table("t"), {0})[0], 4.0F);
+}
+
+TEST_F(TornBatchTest, StaysWhereNoLogTakesItBackAndSaysSo) {
+  Store store = make(Durability::kNone);
+  fill(store);
+  EXPECT_THAT(tear(store.table("t"), 150),
+              AllOf(HasSubstr("changed in part"), HasSubstr("durability 'none' nothing takes that back")));
+  store.commit();
+  EXPECT_EQ(gather(store.table("t"), {0})[0], 4.0F);
+  EXPECT_EQ(gather(store.table("t"), {kRows - 2})[0], 5.0F);
 }
 
 }  // namespace

@@ -4,10 +4,12 @@
     python tools/bench/durability.py --memory 256MiB --json results.json
     python tools/bench/durability.py --quick
 
-Training loops with durability "commit" and "none" take turns on tables of their own; what is
-reported is the median of the ratios of a round. The loop with commits pays in its time for all of
-it: for moving what it committed on to the table's file as well. Rows are compared first. Beside the
-other figures stands what the bare disk takes to write or read as many bytes, with direct I/O.
+Training loops with durability "commit" and "none", several commits each, take turns on tables of
+their own; what is reported is the median of the ratios of a round. The loop with commits pays in
+its time for all of it: for moving what it committed on to the table's file as well, in a checkpoint
+at its end; "before_checkpoint" is the ratio without that checkpoint, which a loop that goes on does
+not have. Rows are compared first. Beside the other figures stands what the bare disk takes to write
+or read as many bytes, with direct I/O.
 
 Needs the package (`make build`). Root is not needed.
 """
@@ -52,6 +54,7 @@ class Settings:
     log_limit: int | None  # of theirs; None: the default
     batch: int
     every: int  # batches between commits
+    commits: int  # of a training loop
     rounds: int
     sizes: tuple[int, ...]  # of tables whose commits are timed
     dirty: tuple[int, ...]  # bytes changed before a commit
@@ -157,17 +160,17 @@ def fill(table: Any) -> None:
 
 
 def train(store: Any, table: Any, stream: workload.Stream, first: int, settings: Settings) -> float:
-    """Train on `every` batches, commit. Returns the seconds, without those for making batches."""
+    """Train, with a commit each `every` batches. Returns the seconds, but for making batches."""
     spent = 0.0
-    for number in range(first, first + settings.every):
+    for number in range(first, first + settings.commits * settings.every):
         ids = stream.ids_of(number)
         began = time.perf_counter()
         rows = table.gather(ids)
         table.update(ids, rows)  # the gradient of half of the squares' sum
+        if (number + 1 - first) % settings.every == 0:
+            store.commit()
         spent += time.perf_counter() - began
-    began = time.perf_counter()
-    store.commit()
-    return spent + time.perf_counter() - began
+    return spent
 
 
 def compare_rows(stores: dict[str, Any], stream: workload.Stream, settings: Settings) -> None:
@@ -205,20 +208,23 @@ def training(settings: Settings, results: Results, ids: str) -> None:
         stores[name].commit()
     compare_rows(stores, stream, settings)
     stores["commit"].checkpoint()
-    logged, ratios, before, seconds = 0, [], [], []
+    logged, applied, ratios, before, seconds = 0, 0, [], [], []
+    batches = settings.commits * settings.every
     for number in range(settings.rounds):
         spent = {}
-        first = 1000 + number * settings.every
+        first = 1000 + number * batches
         order = list(stores.items())
         for name, store in order if number % 2 == 0 else reversed(order):
-            began = store.stats()["log"]["appended_bytes"]
+            log = store.stats()["log"]
             spent[name] = train(store, store["items"], stream, first, settings)
             alone = spent[name]
             if name == "commit":
                 start = time.perf_counter()
                 store.checkpoint()
                 spent[name] += time.perf_counter() - start
-                logged = store.stats()["log"]["appended_bytes"] - began
+                after = store.stats()["log"]
+                logged = after["appended_bytes"] - log["appended_bytes"]
+                applied = PAGE * (after["applied_pages"] - log["applied_pages"])
                 before.append(alone)
         ratios.append(spent["none"] / spent["commit"])
         before[-1] = spent["none"] / before[-1]
@@ -229,8 +235,10 @@ def training(settings: Settings, results: Results, ids: str) -> None:
         before_checkpoint=statistics.median(before),
         ratios=ratios,
         seconds=statistics.median(seconds),
-        ids_per_second=settings.every * settings.batch / statistics.median(seconds),
+        ids_per_second=batches * settings.batch / statistics.median(seconds),
+        commits=settings.commits,
         logged_bytes=logged,
+        applied_bytes=applied,
     )
     for store in stores.values():
         store.close()
@@ -364,6 +372,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--log-limit", type=parse_bytes, help="of a store that trains (default: the store's)")
     add("--batch", type=int, help="ids in a batch (default 4096)")
     add("--every", type=int, help="batches between commits (default 1000)")
+    add("--commits", type=int, help="of each training loop (default 5)")
     add("--rounds", type=int, help="of each case (default 5)")
     add("--log", type=parse_bytes, help="bytes of the log that is recovered (default 1GiB)")
     add("--only", action="append", choices=("train", "commit", "recovery"), help="these parts")
@@ -375,10 +384,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args.memory = args.memory or (2 << 20 if quick else 256 << 20)
     args.batch = args.batch or (256 if quick else 4096)
     args.every = args.every or (5 if quick else 1000)
+    args.commits = args.commits or (2 if quick else 5)
     args.rounds = args.rounds or (1 if quick else 5)
     args.log = args.log or (1 << 20 if quick else 1 << 30)
-    if min(args.batch, args.every, args.rounds) < 1:
-        parser.error("--batch, --every and --rounds must be above 0")
+    if min(args.batch, args.every, args.commits, args.rounds) < 1:
+        parser.error("--batch, --every, --commits and --rounds must be above 0")
     if args.memory < 1 << 20 or args.log < 1 << 20:
         parser.error("--memory and --log must be at least 1MiB")
     return args
@@ -394,6 +404,7 @@ def measure(args: argparse.Namespace) -> None:
         log_limit=args.log_limit,
         batch=args.batch,
         every=args.every,
+        commits=args.commits,
         rounds=args.rounds,
         sizes=(4 << 20, 16 << 20) if args.quick else (512 << 20, 4 << 30),
         dirty=small if args.quick else (*small, 16 << 20, 64 << 20, 256 << 20),
@@ -423,7 +434,16 @@ def measure(args: argparse.Namespace) -> None:
             "machine": machine(base),
             "settings": {
                 key: getattr(args, key)
-                for key in ("memory", "log_limit", "batch", "every", "rounds", "log", "quick")
+                for key in (
+                    "memory",
+                    "log_limit",
+                    "batch",
+                    "every",
+                    "commits",
+                    "rounds",
+                    "log",
+                    "quick",
+                )
             },
             "load": load,
             "minutes": (time.monotonic() - began) / 60,

@@ -896,10 +896,12 @@ def durability_text(machines: list[dict[str, Any]]) -> str:
         if "durability" not in machine:
             continue
         settings, rows = machine["durability"]["settings"], []
+        times = settings.get("commits", 1)
+        loop = f"{times} times " if times > 1 else ""
         for case in durability_cases(machine, "train/"):
             rows.append(
                 [
-                    f"training, {case['case'].partition('/')[2]}: {settings['every']:,} batches of "
+                    f"training, {case['case'].partition('/')[2]}: {loop}{settings['every']:,} batches of "
                     f"{settings['batch']:,} ids and a commit, table of "
                     f"{mib(4 * settings['memory'])} in {mib(settings['memory'])}",
                     f"{case['seconds']:.1f} s",

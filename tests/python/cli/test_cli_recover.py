@@ -56,6 +56,7 @@ def test_recover_applies_what_was_committed(cli: Embermap, tmp_path: Path) -> No
         "path": str(store),
         "writer": False,
         "unclean": False,
+        "log_gone": None,
         "commit": 2,
         "pages": {"t": 20, "u": 1},
     }
@@ -106,6 +107,7 @@ def test_recover_of_a_session_without_a_log(cli: Embermap, tmp_path: Path) -> No
         "path": str(store),
         "writer": False,
         "unclean": True,
+        "log_gone": None,
         "commit": 2,
         "log_bytes": 0,
         "pages": {},
@@ -122,6 +124,36 @@ def test_recover_of_a_session_without_a_log(cli: Embermap, tmp_path: Path) -> No
     assert "after its last commit (2)" in done["reason"]
     assert cli.ok("verify", store, "--json").json["ok"]
     assert cli.info(store)["unclean"] is False
+
+
+@pytest.mark.parametrize("cut", [None, 8192, 12288])
+def test_recover_says_that_the_log_is_missing(
+    cli: Embermap, tmp_path: Path, cut: int | None
+) -> None:
+    store = tmp_path / "s"
+    crash(store, "commit")
+    log = store / "redo.log"
+    if cut is None:
+        log.unlink()
+        why = "it is not there"
+    else:
+        with log.open("r+b") as file:
+            file.truncate(cut)
+        why = "it had commit 2, and ends with commit 1: it was cut or damaged"
+    before = tree(store)
+    plan = cli.ok("recover", "--dry-run", store, "--json").json
+    assert (plan["unclean"], plan["log_gone"], plan["commit"]) == (True, why, 1)
+    assert cli.ok("recover", "--dry-run", "s", cwd=tmp_path).out == (
+        f"s: at commit 1; the redo log is gone, which had later commits: {why}. Bring s/redo.log "
+        "back from a copy to have them; 'embermap recover' without --dry-run takes the tables as "
+        "they are, which may mix rows of several commits\n"
+    )
+    assert tree(store) == before
+    out = cli.ok("recover", "s", cwd=tmp_path).out
+    assert out.startswith("s: took the tables as they were: s/redo.log: the redo log is gone")
+    assert (np.load(store / "t.npy") == 1).all()
+    assert cli.ok("recover", "s", cwd=tmp_path).out == "s: nothing to recover\n"
+    assert cli.ok("verify", store, "--json").json["ok"]
 
 
 def test_a_writer_at_work_is_nothing_to_recover(cli: Embermap, tmp_path: Path) -> None:
