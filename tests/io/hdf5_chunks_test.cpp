@@ -255,6 +255,14 @@ TEST_F(Hdf5ChunksTest, LayoutsThatContradictTheFileAreNamedBeforeTheLibraryActsO
   change(chunk, le32(13) + le32(9));
   EXPECT_THAT(error_of<FormatError>([&] { open_rows(location("x.h5")); }), HasSubstr("(13, 9)"));
 
+  // Rows in the header, fewer than the shape says.
+  {
+    const FileId file = create(at("x.h5"));
+    make(file, "v", H5T_IEEE_F32LE, {30, 7}, data.data(), [](hid_t creation) { H5Pset_layout(creation, H5D_COMPACT); });
+  }
+  change(std::string("\x03\x00\x48\x03", 4), std::string("\x03\x00\x44\x03", 4));  // 840 bytes, and 836
+  EXPECT_THAT(error_of<FormatError>([&] { open_rows(location("x.h5")); }), HasSubstr("/v"));
+
   // Rows in one piece that would lie behind the end of the file.
   std::uint64_t begin = 0;
   {

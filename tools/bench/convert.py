@@ -19,12 +19,12 @@ h5py, and takes part with what else is there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import importlib.util
 import json
 import os
 import re
-import resource
 import shutil
 import statistics
 import subprocess
@@ -169,7 +169,7 @@ def rival(name: str, source: Path, target: Path) -> None:
     globals()[name](source, target)
     sync(target)
     seconds = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = most_resident("self")
     print(json.dumps({"seconds": seconds, "peak_resident": peak}))
 
 
@@ -249,6 +249,28 @@ def remove(path: Path) -> None:
 # --- runs -----------------------------------------------------------------------------------------
 
 
+def most_resident(process: int | str) -> int:
+    """Bytes: what the kernel has seen of it; 0 of one that has ended."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return max((int(n) << 10 for n in re.findall(r"VmHWM:\s*(\d+)", status)), default=0)
+
+
+def watch(process: subprocess.Popen[str]) -> int:
+    """Wait for its end; the most bytes that were resident, by samples of the kernel's own maximum.
+
+    wait4() tells it too, but counts the memory of the process that it was forked from.
+    """
+    peak = 0
+    while True:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # has just ended
+            peak = max(peak, most_resident(process.pid))
+        try:
+            process.wait(0.005)
+        except subprocess.TimeoutExpired:
+            continue
+        return peak
+
+
 class Run:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments = arguments
@@ -259,23 +281,21 @@ class Run:
     def convert(self, case: Case) -> dict[str, Any]:
         """Run embermap. Its time, the most memory, and how it read and wrote."""
         target = self.folder / case.target
-        into = target.parts[-2:] if case.target.startswith("store/") else ()
-        action = "import" if into else "convert"
+        action = "import" if case.target.startswith("store/") else "convert"
         command = [self.arguments.embermap, action, str(self.folder / case.source), str(target)]
         command += ["--json", "--memory", self.arguments.memory, *case.options]
         begin = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            peak = watch(process)
+            seconds = time.perf_counter() - begin
             assert process.stdout is not None
             text = process.stdout.read()
-            _, status, usage = os.wait4(process.pid, 0)
-            seconds = time.perf_counter() - begin
-            process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
         told = json.loads(text)
         return {
             "seconds": seconds,
-            "peak_resident": usage.ru_maxrss * 1024,
+            "peak_resident": peak,
             "reading": told.get("reading", ""),
             "writing": told.get("writing", ""),
         }
