@@ -15,6 +15,7 @@
 namespace embermap {
 namespace {
 
+using hdf5::AttributeId;
 using hdf5::DatasetId;
 using hdf5::FileId;
 using hdf5::ObjectId;
@@ -62,6 +63,49 @@ void describe_layout(hid_t properties, Hdf5Dataset& out) {
   out.filters = hdf5::filters_of(properties);
 }
 
+std::string attribute_text(hid_t attribute) {
+  constexpr std::size_t kLongest = 4096;
+  const TypeId type{H5Aget_type(attribute)};
+  const SpaceId space{H5Aget_space(attribute)};
+  if (!type || !space) return "unreadable";
+  const bool scalar = H5Sget_simple_extent_npoints(space.id()) == 1;
+  const std::size_t bytes = H5Tget_size(type.id());
+  const H5T_class_t kind = H5Tget_class(type.id());
+  if (scalar && kind == H5T_STRING && H5Tis_variable_str(type.id()) <= 0 && bytes <= kLongest) {
+    std::string text(bytes + 1, '\0');
+    const TypeId memory{H5Tcopy(type.id())};
+    if (H5Aread(attribute, memory.id(), text.data()) >= 0) return text.substr(0, text.find('\0'));
+  } else if (scalar && kind == H5T_INTEGER && bytes <= 8) {
+    std::int64_t value = 0;
+    if (H5Tget_sign(type.id()) == H5T_SGN_2 && H5Aread(attribute, H5T_NATIVE_INT64, &value) >= 0) return fmt::format("{}", value);
+    std::uint64_t whole = 0;
+    if (H5Tget_sign(type.id()) == H5T_SGN_NONE && H5Aread(attribute, H5T_NATIVE_UINT64, &whole) >= 0)
+      return fmt::format("{}", whole);
+  } else if (scalar && kind == H5T_FLOAT && bytes <= 8) {
+    double value = 0;
+    if (H5Aread(attribute, H5T_NATIVE_DOUBLE, &value) >= 0) return fmt::format("{}", value);
+  }
+  return fmt::format("{}{}", hdf5::describe_type(type.id()).text, scalar ? "" : ", several values");
+}
+
+void describe_attributes(hid_t dataset, Hdf5Dataset& out) {
+  constexpr std::size_t kMost = 100;
+  std::vector<std::string> names;
+  hsize_t index = 0;
+  H5Aiterate2(
+      dataset, H5_INDEX_NAME, H5_ITER_INC, &index,
+      [](hid_t, const char* name, const H5A_info_t*, void* data) -> herr_t {
+        auto& list = *static_cast<std::vector<std::string>*>(data);
+        list.emplace_back(name);
+        return list.size() < kMost ? 0 : 1;
+      },
+      &names);
+  for (const std::string& name : names) {
+    const AttributeId attribute{H5Aopen(dataset, name.c_str(), H5P_DEFAULT)};
+    out.attributes.emplace_back(name, attribute ? attribute_text(attribute.id()) : "unreadable");
+  }
+}
+
 Hdf5Dataset describe_dataset(const std::filesystem::path& file, hid_t file_id, const std::string& path) {
   const DatasetId dataset{H5Dopen2(file_id, path.c_str(), hdf5::link_access(H5P_DATASET_ACCESS).id())};
   const TypeId type{dataset ? H5Dget_type(dataset.id()) : H5I_INVALID_HID};
@@ -92,6 +136,7 @@ Hdf5Dataset describe_dataset(const std::filesystem::path& file, hid_t file_id, c
   if (points > 0 && __builtin_mul_overflow(static_cast<std::uint64_t>(points), H5Tget_size(type.id()), &out.bytes))
     out.bytes = UINT64_MAX;
   describe_layout(properties.id(), out);
+  describe_attributes(dataset.id(), out);
   if (out.layout != "virtual") out.stored_bytes = H5Dget_storage_size(dataset.id());
   return out;
 }

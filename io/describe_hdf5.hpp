@@ -6,6 +6,7 @@
 #include <filesystem>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.hpp"
@@ -37,6 +38,8 @@ struct Hdf5Dataset {
   std::vector<std::string> other_files;       // that hold its data (external, virtual), as written in the file
   std::uint64_t bytes = 0;                    // of all elements, not compressed
   std::optional<std::uint64_t> stored_bytes;  // taken in the file; nothing if the library does not say (virtual)
+  // Name and value: numbers and texts of fixed length; of others the type, because reading them may run into damage.
+  std::vector<std::pair<std::string, std::string>> attributes;
 
   // Rows of numbers: two dimensions, or one of a one-dimensional array type.
   bool is_rows() const noexcept { return element.has_value() && shape.size() + element_shape.size() == 2 && !shape.empty(); }

@@ -291,6 +291,15 @@ void StridedRows::read_columns(std::uint64_t first, std::uint64_t count, std::by
   }
 }
 
+StridedRows::Bytes StridedRows::bytes_of(std::uint64_t first, std::uint64_t count) const {
+  // Rows that lie over one another, or whose columns lie apart, are read in another order, or with large gaps.
+  if (count == 0 || by_column() || (layout_.rows > 1 && layout_.row_stride < span_) || span_ > kBufferBytes / 4 ||
+      layout_.row_stride > kBufferBytes / 4)
+    return {};
+  const std::uint64_t begin = layout_.offset + first * layout_.row_stride;
+  return {begin, begin + (count - 1) * layout_.row_stride + span_};
+}
+
 std::uint64_t StridedRows::block_rows() const {
   // A block of a Fortran file costs one read a column: larger blocks, longer reads.
   return std::max<std::uint64_t>(1, (by_column() ? 32_MiB : 4_MiB) / (items_ * layout_.item));

@@ -81,6 +81,12 @@ class StridedRows {
   StridedRows(ReadBytes source, StridedLayout layout);
   void read(std::uint64_t first, std::uint64_t count, std::byte* out);
   std::uint64_t block_rows() const;
+  // The bytes that read() asks for, once and in ascending order, when these rows are read by ascending blocks; nothing (begin ==
+  // end) where it goes back.
+  struct Bytes {
+    std::uint64_t begin = 0, end = 0;
+  };
+  Bytes bytes_of(std::uint64_t first, std::uint64_t count) const;
 
  private:
   bool by_column() const;

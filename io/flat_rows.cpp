@@ -80,7 +80,10 @@ T load(const std::byte* at) {
 class FlatRowReader : public RowReader {
  public:
   FlatRowReader(const Location& location, std::string_view kind)
-      : file_{File::open(location.file, File::Mode::kRead)}, where_{printable(location.file)}, kind_{kind} {
+      : stream_{File::open(location.file, File::Mode::kRead)},
+        file_{stream_.file()},
+        where_{printable(location.file)},
+        kind_{kind} {
     refuse_selector(location);
   }
   FlatRowReader(const FlatRowReader&) = delete;
@@ -90,16 +93,22 @@ class FlatRowReader : public RowReader {
     return fmt::format("{}, {}, {} rows of {} {}", where_, kind_, rows_, dim_, dtype_name(dtype_));
   }
   std::uint64_t block_rows() const override { return std::max<std::uint64_t>(1, 4_MiB / stride()); }
+  std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
+    check_row_range(where_, first, count, rows_);
+    return stream_.read_ahead(offset_ + first * stride(), offset_ + (first + count) * stride(), memory);
+  }
+  bool sparse() const override { return prefix_ == 0 && stream_.sparse(); }
+  std::string how() const override { return stream_.how(); }
 
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
     check_row_range(where_, first, count, rows_);
     const std::uint64_t row_bytes = stride() - prefix_;
-    if (prefix_ == 0) return file_.read(offset_ + first * row_bytes, {out, count * row_bytes});
+    if (prefix_ == 0) return stream_.read(offset_ + first * row_bytes, {out, count * row_bytes});
     const std::uint64_t most = std::max<std::uint64_t>(1, 1_MiB / stride());
     buffer_.resize(std::min(most, std::max<std::uint64_t>(1, count)) * stride());
     for (std::uint64_t done = 0; done < count;) {
       const std::uint64_t here = std::min(most, count - done);
-      file_.read(offset_ + (first + done) * stride(), std::span(buffer_).first(here * stride()));
+      stream_.read(offset_ + (first + done) * stride(), std::span(buffer_).first(here * stride()));
       for (std::uint64_t i = 0; i < here; ++i) {
         const std::byte* const record = buffer_.data() + i * stride();
         if (const auto dim = load<std::int32_t>(record); dim < 0 || static_cast<std::uint64_t>(dim) != dim_)
@@ -118,7 +127,8 @@ class FlatRowReader : public RowReader {
       throw FormatError(file_.path(), fmt::format("its rows have {} elements, not {}", dim_, options.dim));
   }
 
-  File file_;
+  StreamedFile stream_;
+  const File& file_;
   std::string where_;
   std::string_view kind_;
   std::uint64_t offset_ = 0, prefix_ = 0;
@@ -222,49 +232,48 @@ class FlatRowWriter final : public RowWriter {
         count_{printable(location.file), rows},
         row_bytes_{row_bytes},
         prefix_(prefix.begin(), prefix.end()),
-        pending_(header.begin(), header.end()) {
-    const std::uint64_t record = checked_add(row_bytes, prefix.size(), "bytes of a row");
-    temporary_.file().reserve(checked_add(header.size(), checked_mul(rows, record, "bytes of the rows"), "bytes of the file"));
+        bytes_{checked_add(header.size(),
+                           checked_mul(rows, checked_add(row_bytes, prefix.size(), "bytes of a row"), "bytes of the rows"),
+                           "bytes of the file")},
+        out_{temporary_.file(), 0, options.sparse ? 0 : UINT64_MAX} {
+    if (!options.sparse) temporary_.file().reserve(bytes_);
+    out_.write(header);
   }
 
   void write(std::uint64_t count, const std::byte* rows) override {
     count_.add(count);
-    if (prefix_.empty()) {
-      const std::uint64_t bytes = count * row_bytes_;
-      if (pending_.size() + bytes > kPendingBytes) flush();
-      if (bytes < kPendingBytes) return put({rows, bytes});
-      temporary_.file().write(end_, {rows, bytes});
-      end_ += bytes;
-      return;
-    }
-    for (std::uint64_t i = 0; i < count; ++i) {
-      if (pending_.size() >= kPendingBytes) flush();
-      put(prefix_);
-      put({rows + i * row_bytes_, row_bytes_});
+    if (prefix_.empty()) return out_.write({rows, count * row_bytes_});
+    // Records are put together by pieces: what a row's write would cost is more than its bytes.
+    const std::uint64_t record = prefix_.size() + row_bytes_;
+    const std::uint64_t most = std::max<std::uint64_t>(1, 256_KiB / record);
+    for (std::uint64_t done = 0; done < count;) {
+      const std::uint64_t here = std::min(most, count - done);
+      records_.resize(here * record);
+      for (std::uint64_t i = 0; i < here; ++i) {
+        std::memcpy(records_.data() + i * record, prefix_.data(), prefix_.size());
+        std::memcpy(records_.data() + i * record + prefix_.size(), rows + (done + i) * row_bytes_, row_bytes_);
+      }
+      out_.write(records_);
+      done += here;
     }
   }
 
   void finish() override {
     count_.finish();
-    flush();
+    out_.flush();
     temporary_.commit();
   }
 
+  std::uint64_t write_behind(std::uint64_t memory) override { return out_.write_behind(bytes_, memory); }
+  std::string how() const override { return out_.how(); }
+
  private:
-  static constexpr std::uint64_t kPendingBytes = 1_MiB;
-
-  void put(std::span<const std::byte> bytes) { pending_.insert(pending_.end(), bytes.begin(), bytes.end()); }
-  void flush() {
-    temporary_.file().write(end_, pending_);
-    end_ += pending_.size();
-    pending_.clear();
-  }
-
   TemporaryFile temporary_;
   RowCount count_;
   std::uint64_t row_bytes_;
-  std::vector<std::byte> prefix_, pending_;
-  std::uint64_t end_ = 0;
+  std::vector<std::byte> prefix_, records_;
+  std::uint64_t bytes_;
+  StreamWriter out_;
 };
 
 template <class T>

@@ -10,6 +10,7 @@
 
 #include "io/npy.hpp"
 #include "io/rows.hpp"
+#include "io/streams.hpp"
 
 namespace embermap {
 
@@ -81,7 +82,7 @@ std::vector<Entry> list_torch(const std::filesystem::path& file);
 
 // An array in NumPy's format of `size` bytes that `read` gives (and keeps alive); `name` names them in errors.
 std::unique_ptr<RowReader> open_npy_array(const std::filesystem::path& name, const std::string& field, std::uint64_t size,
-                                          const ReadBytes& read, const ReadOptions& options);
+                                          std::shared_ptr<ByteSource> source, const ReadOptions& options);
 // It as entries: `prefix`, or one "prefix:field" for each field.
 std::vector<Entry> npy_entries(const NpyHeader& header, const std::string& prefix, std::string_view layout);
 

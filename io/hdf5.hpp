@@ -72,6 +72,7 @@ using FileId = Handle<&H5Fclose>;
 using GroupId = Handle<&H5Gclose>;
 using ObjectId = Handle<&H5Oclose>;
 using DatasetId = Handle<&H5Dclose>;
+using AttributeId = Handle<&H5Aclose>;
 using SpaceId = Handle<&H5Sclose>;
 using TypeId = Handle<&H5Tclose>;
 using PropertyId = Handle<&H5Pclose>;

@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "io/hdf5.hpp"
+#include "io/hdf5_chunks.hpp"
 
 namespace embermap::hdf5 {
 namespace {
@@ -13,8 +14,7 @@ enum class Decoded { kDone, kOutputFull, kBroken };
 
 // A control byte below 32: that many bytes + 1 follow as they are. Else its upper three bits are the length - 2 of a copy (7: a
 // byte to add follows) and its lower five the upper bits of how far back it begins.
-Decoded decode_lzf(const unsigned char* in, std::size_t in_bytes, unsigned char* out, std::size_t capacity,
-                   std::size_t& written) {
+Decoded decode(const unsigned char* in, std::size_t in_bytes, unsigned char* out, std::size_t capacity, std::size_t& written) {
   std::size_t at = 0;
   written = 0;
   while (at < in_bytes) {
@@ -53,7 +53,7 @@ std::size_t lzf_filter(unsigned flags, std::size_t parameters, const unsigned* v
     if (out == nullptr) return 0;
     std::size_t written = 0;
     const Decoded result =
-        decode_lzf(static_cast<const unsigned char*>(*buffer), bytes, static_cast<unsigned char*>(out), capacity, written);
+        decode(static_cast<const unsigned char*>(*buffer), bytes, static_cast<unsigned char*>(out), capacity, written);
     if (result == Decoded::kDone && written > 0) {
       H5free_memory(*buffer);
       *buffer = out;
@@ -67,6 +67,13 @@ std::size_t lzf_filter(unsigned flags, std::size_t parameters, const unsigned* v
 }
 
 }  // namespace
+
+std::optional<std::size_t> decode_lzf(std::span<const std::byte> in, std::span<std::byte> out) {
+  std::size_t written = 0;
+  const Decoded result = decode(reinterpret_cast<const unsigned char*>(in.data()), in.size(),
+                                reinterpret_cast<unsigned char*>(out.data()), out.size(), written);
+  return result == Decoded::kDone ? std::optional(written) : std::nullopt;
+}
 
 void register_lzf() {
   const Session quiet;

@@ -11,6 +11,8 @@
 #include "base/size_text.hpp"
 #include "io/formats.hpp"
 #include "io/hdf5.hpp"
+#include "io/hdf5_chunks.hpp"
+#include "io/streams.hpp"
 
 namespace embermap {
 namespace {
@@ -25,7 +27,7 @@ constexpr std::uint64_t kChunkRowLimit = 128_MiB;
 // reaches 1032 : 1.
 constexpr std::uint64_t kTrusted = 1_GiB;
 constexpr std::uint64_t kInflation = 1100;
-constexpr int kDeepest = 32;                  // groups within groups; virtual datasets of virtual datasets
+constexpr int kDeepest = 32;                  // groups within groups; virtual datasets of virtual datasets; links of links
 constexpr std::size_t kMostObjects = 100000;  // looked at for a dataset when none is named
 
 std::string with_slash(const std::string& path) { return path.starts_with('/') ? path : fmt::format("/{}", path); }
@@ -34,8 +36,9 @@ std::string with_slash(const std::string& path) { return path.starts_with('/') ?
 
 struct Found {
   std::string path;
-  std::string text;    // "float32 (1003, 300)"
-  bool table = false;  // numeric, two-dimensional
+  std::string text;      // "float32 (1003, 300)"
+  bool numeric = false;  // rows that a table can hold
+  std::size_t dimensions = 0;
   bool unreadable = false;
 };
 
@@ -99,7 +102,8 @@ class Listing {
     found.text = fmt::format("{} {}", element.text, simple ? shape_to_text(shape) : "without data");
     shape.insert(shape.end(), element.array.begin(), element.array.end());
     const bool numeric = element.element || (element.two_bytes && options_.dtype == DType::kBFloat16);
-    found.table = simple && numeric && shape.size() == 2 && shape[1] > 0;
+    found.numeric = simple && numeric && !shape.empty() && std::find(shape.begin() + 1, shape.end(), 0U) == shape.end();
+    found.dimensions = shape.size();
     found_.push_back(std::move(found));
   }
 
@@ -139,9 +143,9 @@ std::string list_text(std::vector<Found> found, std::string_view wanted) {
 
 // ---- other files that a dataset may lie in ----
 
-// Resolves a name found in `file`; it must lie in that file's folder or below, links followed.
-std::filesystem::path file_below(const std::filesystem::path& file, const std::string& dataset,
-                                 const std::filesystem::path& name) {
+// Resolves a name found in `file`; it must lie in that file's folder or below, links followed, unless it may lie `anywhere`.
+std::filesystem::path file_below(const std::filesystem::path& file, const std::string& dataset, const std::filesystem::path& name,
+                                 bool anywhere) {
   std::error_code error;
   const std::filesystem::path parent = file.has_parent_path() ? file.parent_path() : std::filesystem::path(".");
   const std::filesystem::path folder = std::filesystem::canonical(parent, error);
@@ -149,9 +153,11 @@ std::filesystem::path file_below(const std::filesystem::path& file, const std::s
   const std::filesystem::path named = name.is_absolute() ? name : folder / name;
   std::filesystem::path real = std::filesystem::weakly_canonical(named, error);
   if (error) throw IoError(error.value(), "realpath", named);
+  if (anywhere) return real;
   const auto [mismatch, rest] = std::mismatch(folder.begin(), folder.end(), real.begin(), real.end());
   if (mismatch != folder.end())
-    throw FormatError(file, fmt::format("{} lies in {}, which is not below the file's own folder; it is not read",
+    throw FormatError(file, fmt::format("{} lies in {}, which is not below the file's own folder; it is not read (follow_links "
+                                        "does, for files that are trusted)",
                                         printable(dataset), printable(name)));
   return real;
 }
@@ -159,7 +165,8 @@ std::filesystem::path file_below(const std::filesystem::path& file, const std::s
 // A dataset in raw files (H5Pset_external): read by us, because the library takes zeros for what a short file lacks.
 class ExternalFiles {
  public:
-  ExternalFiles(hid_t creation, const std::filesystem::path& file, const std::string& dataset, std::uint64_t bytes) {
+  ExternalFiles(hid_t creation, const std::filesystem::path& file, const std::string& dataset, std::uint64_t bytes,
+                bool anywhere) {
     const int count = H5Pget_external_count(creation);
     std::uint64_t covered = 0;
     for (int i = 0; i < count && covered < bytes; ++i) {
@@ -168,7 +175,7 @@ class ExternalFiles {
       hsize_t size = 0;
       if (H5Pget_external(creation, static_cast<unsigned>(i), name.size() - 1, name.data(), &offset, &size) < 0 || offset < 0)
         throw_last(file, fmt::format("cannot read the external files of {}", printable(dataset)));
-      const std::filesystem::path path = file_below(file, dataset, name.data());
+      const std::filesystem::path path = file_below(file, dataset, name.data(), anywhere);
       Part part{File::open(path, File::Mode::kRead), static_cast<std::uint64_t>(offset), covered,
                 std::min<std::uint64_t>(size, bytes - covered)};
       const std::uint64_t there = part.file.size() < part.offset ? 0 : part.file.size() - part.offset;
@@ -208,7 +215,7 @@ class ExternalFiles {
 // Looks at everything that a virtual dataset reads from: files below the folder of `file`, present, neither external nor virtual
 // in a circle. Returns the bytes they store.
 std::uint64_t check_virtual(hid_t creation, hid_t open_file, const std::filesystem::path& file, const std::string& dataset,
-                            int depth) {
+                            bool anywhere, int depth) {
   if (depth > kDeepest)
     throw FormatError(file, fmt::format("{}: virtual datasets nested more than {} deep", printable(dataset), kDeepest));
   std::size_t count = 0;
@@ -234,7 +241,7 @@ std::uint64_t check_virtual(hid_t creation, hid_t open_file, const std::filesyst
     FileId opened;
     hid_t source = open_file;
     if (source_file != ".") {
-      path = file_below(file, dataset, source_file);
+      path = file_below(file, dataset, source_file, anywhere);
       opened = open_for_reading(path);
       source = opened.id();
     }
@@ -246,7 +253,7 @@ std::uint64_t check_virtual(hid_t creation, hid_t open_file, const std::filesyst
     const PropertyId from_creation{from ? H5Dget_create_plist(from.id()) : H5I_INVALID_HID};
     if (!from_creation) throw_last(path, fmt::format("cannot open {}", printable(source_path)));
     if (H5Pget_layout(from_creation.id()) == H5D_VIRTUAL) {
-      stored += check_virtual(from_creation.id(), source, path, source_path, depth + 1);
+      stored += check_virtual(from_creation.id(), source, path, source_path, anywhere, depth + 1);
     } else {
       if (H5Pget_external_count(from_creation.id()) > 0)
         throw FormatError(file, fmt::format("{} is virtual over {}:{}, which lies in external files; that is not read here",
@@ -261,6 +268,37 @@ std::uint64_t check_virtual(hid_t creation, hid_t open_file, const std::filesyst
   return stored;
 }
 
+// ---- links into other files ----
+
+struct ExternalLink {
+  std::string at, file, object, rest;  // `rest`: what of the path comes behind it
+};
+
+// The first external link on the way to `path` in an open file, if there is one.
+std::optional<ExternalLink> external_link_on(hid_t file, const std::string& path) {
+  const Session quiet;
+  const PropertyId access = link_access(H5P_LINK_ACCESS);
+  for (std::size_t at = path.find_first_not_of('/'); at < path.size();) {
+    const std::size_t end = std::min(path.find('/', at), path.size());
+    const std::string prefix = path.substr(0, end);
+    H5L_info_t link;
+    if (H5Lexists(file, prefix.c_str(), access.id()) <= 0 || H5Lget_info(file, prefix.c_str(), &link, access.id()) < 0)
+      return std::nullopt;
+    if (link.type == H5L_TYPE_EXTERNAL) {
+      std::string value(link.u.val_size, '\0');
+      const char *target = nullptr, *object = nullptr;
+      unsigned flags = 0;
+      if (H5Lget_val(file, prefix.c_str(), value.data(), value.size(), access.id()) < 0 ||
+          H5Lunpack_elink_val(value.data(), value.size(), &flags, &target, &object) < 0)
+        return std::nullopt;
+      return ExternalLink{prefix, target, object, path.substr(end)};
+    }
+    if (H5Oexists_by_name(file, prefix.c_str(), access.id()) <= 0) return std::nullopt;
+    at = path.find_first_not_of('/', end);
+  }
+  return std::nullopt;
+}
+
 // ---- the reader ----
 
 class Hdf5RowReader final : public RowReader {
@@ -269,6 +307,8 @@ class Hdf5RowReader final : public RowReader {
     register_lzf();
     const Session quiet;
     file_ = open_for_reading(location_);
+    allows_ = options.allow_external || options.follow_links;
+    anywhere_ = options.follow_links;
     find(location.selector, options);
     where_ = fmt::format("{}:{}{}{}", printable(location_), printable(path_), field_.empty() ? "" : ":", printable(field_));
 
@@ -287,7 +327,7 @@ class Hdf5RowReader final : public RowReader {
     for (const std::uint64_t extent : extent_) declared = checked_mul(declared, extent, where_);
     const bool external = H5Pget_external_count(creation.id()) > 0;
     const bool is_virtual = H5Pget_layout(creation.id()) == H5D_VIRTUAL;
-    if ((external || is_virtual) && !options.allow_external)
+    if ((external || is_virtual) && !allows_)
       throw FormatError(
           location_,
           fmt::format("{} is {}; reading other files through it has to be allowed (allow_external, files below its own "
@@ -299,7 +339,7 @@ class Hdf5RowReader final : public RowReader {
     }
     std::uint64_t stored = 0;
     if (is_virtual)
-      stored = check_virtual(creation.id(), file_.id(), location_, path_, 0);
+      stored = check_virtual(creation.id(), file_.id(), location_, path_, anywhere_, 0);
     else if (declared > kTrusted)
       stored = H5Dget_storage_size(dataset.id());
     if (declared > kTrusted && stored < declared / kInflation)
@@ -314,8 +354,10 @@ class Hdf5RowReader final : public RowReader {
     H5D_fill_time_t fill_time = H5D_FILL_TIME_IFSET;
     clear_first_ = H5Pfill_value_defined(creation.id(), &fill) < 0 || fill == H5D_FILL_VALUE_UNDEFINED ||
                    H5Pget_fill_time(creation.id(), &fill_time) < 0 || fill_time == H5D_FILL_TIME_NEVER;
+    check_storage(dataset.id(), creation.id(), declared);
+    if (open_contiguous(dataset.id(), creation.id(), declared)) return;
     PropertyId access = link_access(H5P_DATASET_ACCESS);
-    plan_chunks(creation.id(), access.id());
+    plan_chunks(creation.id(), space.id(), access.id());
     if (is_virtual) {
       std::error_code error;
       const auto folder =
@@ -326,6 +368,13 @@ class Hdf5RowReader final : public RowReader {
     // A dataset that is open already keeps its chunk cache: closed before it is opened with its own.
     dataset.close();
     dataset_ = open(std::move(access));
+    if (layout_ && layout_->known && layout_->chunk_bytes <= kChunkRowLimit) {
+      std::vector<std::byte> value(record_bytes_);
+      if (!clear_first_ && H5Pget_fill_value(creation.id(), type_.id(), value.data()) < 0)
+        throw_last(location_, fmt::format("cannot read the fill value of {}", printable(path_)));
+      chunks_ = std::make_unique<ChunkReader>(location_, path_, dataset_.id(), std::move(*layout_), std::move(value),
+                                              ChunkReader::Field{field_offset_, field_bytes()}, options.threads);
+    }
   }
 
   std::string description() const override {
@@ -343,34 +392,48 @@ class Hdf5RowReader final : public RowReader {
 
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
     check_row_range(where_, first, count, rows_);
-    if (external_) return external_rows_.read(first, count, out);
+    if (external_ || stream_) return flat_rows_.read(first, count, out);
+    if (slab_rows_ == 0 && !chunks_) return read_dataset(first, count, out);
     const std::uint64_t row_bytes = dim_ * item_size(dtype_);
-    if (slab_rows_ > 0) {
-      while (count > 0) {
-        if (first < slab_first_ || first >= slab_first_ + slab_held_) {
-          const std::uint64_t now = std::min(slab_rows_, rows_ - first);
-          slab_held_ = 0;
-          slab_.resize(slab_rows_ * row_bytes);
-          read_dataset(first, now, slab_.data());
-          slab_first_ = first;
-          slab_held_ = now;
-        }
-        const std::uint64_t now = std::min(count, slab_first_ + slab_held_ - first);
+    const std::uint64_t unit = slab_rows_ > 0 ? slab_rows_ : chunk_rows_;
+    while (count > 0) {
+      std::uint64_t now = 0;
+      if (first >= slab_first_ && first - slab_first_ < slab_held_) {
+        now = std::min(count, slab_first_ + slab_held_ - first);
         std::memcpy(out, slab_.data() + (first - slab_first_) * row_bytes, now * row_bytes);
-        first += now;
-        count -= now;
-        out += now * row_bytes;
+      } else if (slab_rows_ == 0 && first % unit == 0 && count >= std::min(unit, rows_ - first)) {
+        // Whole chunk rows go where they are wanted.
+        now = first + count == rows_ ? count : count / unit * unit;
+        read_dataset(first, now, out);
+      } else {
+        const std::uint64_t begin = slab_rows_ > 0 ? first : first / unit * unit;
+        const std::uint64_t held = std::min(unit, rows_ - begin);
+        slab_held_ = 0;
+        slab_.resize(unit * row_bytes);
+        read_dataset(begin, held, slab_.data());
+        slab_first_ = begin;
+        slab_held_ = held;
       }
-    } else if (count > 0) {
-      read_dataset(first, count, out);
+      first += now;
+      count -= now;
+      out += now * row_bytes;
     }
   }
 
+  std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
+    if (!stream_) return 0;
+    const auto [begin, end] = flat_rows_.bytes_of(first, count);
+    return stream_->read_ahead(begin, end, memory);
+  }
+  bool sparse() const override { return stream_ && stream_->sparse(); }
+  std::string how() const override { return stream_ ? stream_->how() : std::string(); }
+
   std::uint64_t block_rows() const override {
-    if (external_) return external_rows_.block_rows();
+    if (external_ || stream_) return flat_rows_.block_rows();
     const std::uint64_t row_bytes = dim_ * item_size(dtype_);
     const std::uint64_t some = std::max<std::uint64_t>(1, 4_MiB / row_bytes);
     if (slab_rows_ > 0 || chunk_rows_ == 0) return some;
+    if (chunks_) return chunks_->good_rows();
     // Whole chunk rows, unless they are so large that blocks inside the cached chunk row do as well.
     if (chunk_rows_ > 64_MiB / row_bytes) return std::min(some, chunk_rows_);
     return some <= chunk_rows_ ? chunk_rows_ : some / chunk_rows_ * chunk_rows_;
@@ -395,12 +458,48 @@ class Hdf5RowReader final : public RowReader {
     return fmt::format("{} of {} chunks never written (read as the fill value)", chunk_count_ - written, chunk_count_);
   }
 
+  // What stands at `path`, which becomes where that is: external links are followed where they may be, and file_ and location_
+  // are then those of the other file.
+  ObjectKind look_up(std::string& path) {
+    if (!allows_) {
+      try {
+        return object_at(file_.id(), location_, path);
+      } catch (const FormatError&) {
+        if (!external_link_on(file_.id(), path)) throw;
+        throw FormatError(location_, fmt::format("{} is an external link to {}; reading other files through it has to be allowed "
+                                                 "(allow_external, files below its own folder only; follow_links, any)",
+                                                 printable(external_link_on(file_.id(), path)->at),
+                                                 printable(external_link_on(file_.id(), path)->file)));
+      }
+    }
+    for (int depth = 0;; ++depth) {
+      const std::optional<ExternalLink> link = external_link_on(file_.id(), path);
+      if (!link) return object_at(file_.id(), location_, path);
+      if (depth == kDeepest)
+        throw FormatError(location_, fmt::format("{}: external links lead from file to file more than {} times",
+                                                 printable(link->at), kDeepest));
+      const std::filesystem::path target = file_below(location_, link->at, link->file, anywhere_);
+      file_ = open_for_reading(target);
+      location_ = target;
+      path = with_slash(link->object);
+      if (path.ends_with('/') && !link->rest.empty()) path.pop_back();
+      path += link->rest;
+    }
+  }
+
   // Sets path_ and field_.
   void find(const std::string& selector, const ReadOptions& options) {
     if (selector.empty()) {
       const std::vector<Found> found = Listing::of(file_.id(), options);
       std::vector<Found> tables;
-      std::copy_if(found.begin(), found.end(), std::back_inserter(tables), [](const Found& one) { return one.table; });
+      const auto take = [&](auto wanted) {
+        if (tables.empty())
+          std::copy_if(found.begin(), found.end(), std::back_inserter(tables),
+                       [&](const Found& one) { return one.numeric && wanted(one); });
+      };
+      take([](const Found& one) { return one.dimensions == 2; });
+      take([](const Found& one) { return one.dimensions > 2; });
+      take([&](const Found&) { return found.size() == 1; });
       const auto unreadable = std::find_if(found.begin(), found.end(), [](const Found& one) { return one.unreadable; });
       if (tables.empty() && unreadable != found.end())
         throw FormatError(location_, fmt::format("{} {}", printable(unreadable->path), unreadable->text));
@@ -409,22 +508,22 @@ class Hdf5RowReader final : public RowReader {
         return;
       }
       if (tables.empty())
-        throw NotFound(fmt::format("{}: there is no numeric dataset of two dimensions in it; it holds {}", printable(location_),
-                                   list_text(found, "")));
+        throw NotFound(fmt::format("{}: there is no numeric dataset of two dimensions or more in it; it holds {}",
+                                   printable(location_), list_text(found, "")));
       throw InvalidArgument(fmt::format("{}: {} datasets could be meant; name one, as in {}:{}. It holds {}",
                                         printable(location_), tables.size(), printable(location_), printable(tables.front().path),
                                         list_text(tables, "")));
     }
     std::string path = with_slash(selector);
-    ObjectKind kind = object_at(file_.id(), location_, path);
-    const std::size_t colon = selector.rfind(':');
-    if (kind == ObjectKind::kNone && colon != std::string::npos && colon > 0) {
-      const std::string before = with_slash(selector.substr(0, colon));
-      kind = object_at(file_.id(), location_, before);
-      if (kind != ObjectKind::kNone) {
-        path = before;
-        field_ = selector.substr(colon + 1);
-      }
+    ObjectKind kind = look_up(path);
+    // "/rec:c:d": names of datasets may hold ':' as well, so the longest that is there counts.
+    for (std::size_t colon = selector.rfind(':'); kind == ObjectKind::kNone && colon != std::string::npos && colon > 0;
+         colon = selector.rfind(':', colon - 1)) {
+      std::string before = with_slash(selector.substr(0, colon));
+      kind = look_up(before);
+      if (kind == ObjectKind::kNone) continue;
+      path = before;
+      field_ = selector.substr(colon + 1);
     }
     path_ = path;
     if (kind == ObjectKind::kDataset) return;
@@ -442,17 +541,7 @@ class Hdf5RowReader final : public RowReader {
     if (type.compound) {
       if (field_.empty())
         throw DTypeError(fmt::format("{} holds records {}: name the field to read, as in {}:FIELD", where_, type.text, where_));
-      const int index = H5Tget_member_index(type_.id(), field_.c_str());
-      if (index < 0)
-        throw NotFound(fmt::format("{}:{}: there is no field '{}' in its records {}", printable(location_), printable(path_),
-                                   printable(field_), type.text));
-      TypeId member{H5Tget_member_type(type_.id(), static_cast<unsigned>(index))};
-      field_offset_ = H5Tget_member_offset(type_.id(), static_cast<unsigned>(index));
-      memory_type_ = TypeId{member ? H5Tcreate(H5T_COMPOUND, H5Tget_size(member.id())) : H5I_INVALID_HID};
-      if (!memory_type_ || H5Tinsert(memory_type_.id(), field_.c_str(), 0, member.id()) < 0)
-        throw_last(location_, fmt::format("cannot read the type of {}", printable(path_)));
-      type = describe_type(member.id());
-      if (type.compound) throw DTypeError(fmt::format("{} holds records {}, which a table cannot", where_, type.text));
+      take_field(type_.id(), field_, type);
     } else {
       if (!field_.empty())
         throw NotFound(fmt::format("{}:{}: there is no field '{}', it holds {}", printable(location_), printable(path_),
@@ -473,6 +562,83 @@ class Hdf5RowReader final : public RowReader {
     } else {
       throw DTypeError(fmt::format("{} holds {}, which a table cannot; it holds {}", where_, type.text, table_dtypes()));
     }
+  }
+
+  // Sets memory_type_, field_offset_ and `type` to those of the field that `name` names in records: "c", or "c:d" where c is
+  // records itself. Names may hold ':', so the longest that is there counts.
+  void take_field(hid_t records, std::string_view name, ElementType& type) {
+    std::string first(name);
+    int index = H5Tget_member_index(records, first.c_str());
+    for (std::size_t colon = name.rfind(':'); index < 0 && colon != std::string_view::npos && colon > 0;
+         colon = name.rfind(':', colon - 1)) {
+      first = name.substr(0, colon);
+      index = H5Tget_member_index(records, first.c_str());
+    }
+    if (index < 0)
+      throw NotFound(fmt::format("{}:{}: there is no field '{}' in its records {}", printable(location_), printable(path_),
+                                 printable(name), describe_type(records).text));
+    const TypeId member{H5Tget_member_type(records, static_cast<unsigned>(index))};
+    if (!member) throw_last(location_, fmt::format("cannot read the type of {}", printable(path_)));
+    field_offset_ += H5Tget_member_offset(records, static_cast<unsigned>(index));
+    type = describe_type(member.id());
+    const std::string_view rest = name.substr(std::min(name.size(), first.size() + 1));
+    if (type.compound && rest.empty())
+      throw DTypeError(fmt::format("{} holds records {}, which a table cannot: name a field of them, as in {}:FIELD", where_,
+                                   type.text, where_));
+    if (!type.compound && !rest.empty())
+      throw NotFound(fmt::format("{}:{}: there is no field '{}' in '{}', it holds {}", printable(location_), printable(path_),
+                                 printable(rest), printable(first), type.text));
+    if (type.compound)
+      take_field(member.id(), rest, type);
+    else
+      memory_type_ = TypeId{H5Tcopy(member.id())};
+    // From the inside out: the library finds fields by their names.
+    TypeId around{memory_type_ ? H5Tcreate(H5T_COMPOUND, H5Tget_size(memory_type_.id())) : H5I_INVALID_HID};
+    if (!around || H5Tinsert(around.id(), first.c_str(), 0, memory_type_.id()) < 0)
+      throw_last(location_, fmt::format("cannot read the type of {}", printable(path_)));
+    memory_type_ = std::move(around);
+  }
+
+  std::uint64_t field_bytes() const {
+    std::uint64_t out = item_size(dtype_);
+    for (const std::uint64_t extent : inner_) out = checked_mul(out, extent, where_);
+    return out;
+  }
+
+  // What of a damaged header can be seen before the library acts on it.
+  void check_storage(hid_t dataset, hid_t creation, std::uint64_t declared) const {
+    if (field_offset_ > record_bytes_ || field_bytes() > record_bytes_ - field_offset_)
+      throw FormatError(location_, fmt::format("{} is damaged: a field of {} bytes at byte {} of records of {}", printable(path_),
+                                               field_bytes(), field_offset_, record_bytes_));
+    if (H5Pget_layout(creation) != H5D_COMPACT) return;
+    const std::uint64_t stored = H5Dget_storage_size(dataset), size = File::open(location_, File::Mode::kRead).size();
+    if (stored != declared || stored > size)
+      throw FormatError(location_, fmt::format("{} is damaged: {} bytes are stored in its header for shape {}, which takes {}",
+                                               printable(path_), stored, shape_to_text(shape_), declared));
+  }
+
+  // Rows that lie in one piece are read past the library. False where they do not, or were never written.
+  bool open_contiguous(hid_t dataset, hid_t creation, std::uint64_t declared) {
+    if (H5Pget_layout(creation) != H5D_CONTIGUOUS || declared == 0) return false;
+    const haddr_t begin = H5Dget_offset(dataset);
+    if (begin == HADDR_UNDEF) return false;
+    auto stream = std::make_unique<StreamedFile>(File::open(location_, File::Mode::kRead));
+    const std::uint64_t size = stream->file().size();
+    if (begin > size || declared > size - begin)
+      throw FormatError(location_, fmt::format("truncated: {} has {} bytes from byte {} on, the file has {}", printable(path_),
+                                               declared, begin, size));
+    flat_rows_ = StridedRows([file = stream.get()](std::uint64_t offset, std::span<std::byte> out) { file->read(offset, out); },
+                             flat_layout(begin));
+    stream_ = std::move(stream);
+    return true;
+  }
+
+  // Of elements that lie one behind the other from byte `begin` on.
+  StridedLayout flat_layout(std::uint64_t begin) const {
+    std::vector<std::uint64_t> strides = dense_strides(extent_, record_bytes_, /*fortran_order=*/false);
+    const std::vector<std::uint64_t> inside = dense_strides(inner_, item_size(dtype_), /*fortran_order=*/false);
+    strides.insert(strides.end(), inside.begin(), inside.end());
+    return strided_layout(shape_, strides, begin + field_offset_, element_);
   }
 
   void take_shape(hid_t space) {
@@ -543,32 +709,23 @@ class Hdf5RowReader final : public RowReader {
   }
 
   void open_external(hid_t creation) {
-    const std::uint64_t element = item_size(dtype_);
     std::uint64_t bytes = record_bytes_;
     for (const std::uint64_t extent : extent_) bytes = checked_mul(bytes, extent, where_);
-    external_ = std::make_unique<ExternalFiles>(creation, location_, path_, bytes);
-    std::vector<std::uint64_t> strides = dense_strides(extent_, record_bytes_, /*fortran_order=*/false);
-    const std::vector<std::uint64_t> inside = dense_strides(inner_, element, /*fortran_order=*/false);
-    strides.insert(strides.end(), inside.begin(), inside.end());
-    external_rows_ =
-        StridedRows([files = external_.get()](std::uint64_t offset, std::span<std::byte> out) { files->read(offset, out); },
-                    strided_layout(shape_, strides, field_offset_, element_));
+    external_ = std::make_unique<ExternalFiles>(creation, location_, path_, bytes, anywhere_);
+    flat_rows_ = StridedRows(
+        [files = external_.get()](std::uint64_t offset, std::span<std::byte> out) { files->read(offset, out); }, flat_layout(0));
   }
 
   // Decides what is cached between reads, see kChunkRowLimit.
-  void plan_chunks(hid_t creation, hid_t access) {
+  void plan_chunks(hid_t creation, hid_t space, hid_t access) {
     if (H5Pget_layout(creation) != H5D_CHUNKED) return;
-    std::array<hsize_t, H5S_MAX_RANK> dims{};
-    const int rank = H5Pget_chunk(creation, H5S_MAX_RANK, dims.data());
-    if (rank != static_cast<int>(extent_.size()) || dims[0] == 0)
-      throw_last(location_, fmt::format("cannot read the chunks of {}", printable(path_)));
-    chunk_rows_ = dims[0];
-    std::uint64_t chunks_a_row = 1, chunk_bytes = checked_mul(chunk_rows_, record_bytes_, where_);
-    for (std::size_t i = 1; i < extent_.size(); ++i) {
-      const std::uint64_t width = std::max<std::uint64_t>(1, dims[i]);
-      chunks_a_row = checked_mul(chunks_a_row, ceil_div(extent_[i], width), where_);
-      chunk_bytes = checked_mul(chunk_bytes, width, where_);
-    }
+    std::array<hsize_t, H5S_MAX_RANK> largest{};
+    if (H5Sget_simple_extent_dims(space, nullptr, largest.data()) != static_cast<int>(extent_.size()))
+      throw_last(location_, fmt::format("cannot read the shape of {}", printable(path_)));
+    layout_ = chunk_layout(creation, extent_, {largest.begin(), largest.begin() + static_cast<std::ptrdiff_t>(extent_.size())},
+                           record_bytes_, location_, path_);
+    chunk_rows_ = layout_->chunk[0];
+    const std::uint64_t chunks_a_row = layout_->chunks_a_row, chunk_bytes = layout_->chunk_bytes;
     chunk_count_ = checked_mul(ceil_div(rows_, chunk_rows_), chunks_a_row, where_);
     const bool filtered = H5Pget_nfilters(creation) > 0;
     const auto cache = [&](std::uint64_t bytes) {
@@ -588,8 +745,14 @@ class Hdf5RowReader final : public RowReader {
   }
 
   void read_dataset(std::uint64_t first, std::uint64_t count, std::byte* out) {
-    const Session quiet;
+    if (count == 0) return;
     const std::uint64_t elements = count * dim_;
+    if (chunks_) {  // not inside of a Session: its threads need their own
+      chunks_->read(first, count, out);
+      return decode_elements(element_, out, elements);
+    }
+    const Session quiet;
+    if (layout_) check_szip_chunks(*layout_, dataset_.id(), first, count, location_, path_);
     if (clear_first_) std::memset(out, 0, elements * item_size(dtype_));
     std::vector<hsize_t> start(extent_.size(), 0), block(extent_.begin(), extent_.end());
     start[0] = first;
@@ -616,8 +779,12 @@ class Hdf5RowReader final : public RowReader {
   std::uint64_t chunk_rows_ = 0, chunk_count_ = 0;
   bool clear_first_ = false;
   bool contiguous_ = false;
+  bool allows_ = false, anywhere_ = false;  // other files below the folder; wherever they are
   std::unique_ptr<ExternalFiles> external_;
-  StridedRows external_rows_;
+  std::unique_ptr<StreamedFile> stream_;  // of rows in one piece
+  StridedRows flat_rows_;                 // out of either
+  std::optional<ChunkLayout> layout_;     // until chunks_ has it
+  std::unique_ptr<ChunkReader> chunks_;   // of chunks whose filters are all known
   std::uint64_t slab_rows_ = 0, slab_first_ = 0, slab_held_ = 0;
   std::vector<std::byte> slab_;
 };
@@ -635,6 +802,7 @@ std::vector<Entry> list_hdf5(const std::filesystem::path& path) {
     entry.dtype = dataset.dtype;
     entry.bytes = dataset.bytes;
     entry.layout = dataset.space == Hdf5Dataset::Space::kNull ? "no data" : dataset.layout;
+    entry.attributes = dataset.attributes;
     if (!dataset.chunk.empty()) entry.layout += fmt::format(" {}", shape_to_text(dataset.chunk));
     for (const Hdf5Filter& filter : dataset.filters) entry.layout += fmt::format(", {}", filter.name);
     out.push_back(std::move(entry));

@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <charconv>
+#include <cstring>
+#include <memory>
 #include <optional>
 #include <system_error>
 #include <vector>
@@ -13,7 +16,9 @@
 #include "base/size_text.hpp"
 #include "io/formats.hpp"
 #include "io/hdf5.hpp"
+#include "io/hdf5_chunks.hpp"
 #include "io/lock.hpp"
+#include "io/streams.hpp"
 
 namespace embermap {
 namespace {
@@ -24,7 +29,7 @@ constexpr std::uint64_t kChunkBytes = 1_MiB;        // what a chunk is chosen to
 constexpr std::uint64_t kWidestChunk = 64_MiB;      // rows above this are cut into several chunks
 constexpr std::uint64_t kLargestChunk = 4_GiB - 1;  // of the format
 constexpr std::uint64_t kChunkRowLimit = 128_MiB;   // of rows that are cut
-constexpr std::uint64_t kPendingBytes = 1_MiB;      // small writes are gathered to this
+constexpr std::uint64_t kBatchBytes = 32_MiB;       // rows that are compressed together
 
 // "/a/b" of "a/b". Throws InvalidArgument for names that could not be found again.
 std::string dataset_path(const Location& location) {
@@ -85,23 +90,42 @@ class Hdf5RowWriter final : public RowWriter {
       if (!file_) throw_last(temporary_.target(), "cannot create");
     }
     create_dataset(rows, options);
+    for (const auto& [name, value] : options.attributes) write_attribute(name, value);
+    if (!layout_.chunk.empty() || rows == 0) return;
+    // Rows in one piece go past the library, to the place that it has given them.
+    bytes_ = rows * row_bytes_;
+    const haddr_t begin = H5Dget_offset(dataset_.id());
+    if (begin == HADDR_UNDEF) fail("cannot find the place of");
+    out_.emplace(temporary_.file(), begin, options.sparse && !existing ? begin : UINT64_MAX);
   }
 
   void write(std::uint64_t count, const std::byte* rows) override {
     count_.add(count);
-    const std::uint64_t bytes = count * row_bytes_;
-    if (pending_.size() + bytes > kPendingBytes) flush();
-    if (bytes >= kPendingBytes)
-      write_dataset(count, rows);
-    else
-      pending_.insert(pending_.end(), rows, rows + bytes);
+    if (out_) return out_->write({rows, count * row_bytes_});
+    while (count > 0) {
+      if (pending_rows_ == 0 && count >= batch_rows_) {
+        write_chunks(batch_rows_, rows);
+        count -= batch_rows_;
+        rows += batch_rows_ * row_bytes_;
+        continue;
+      }
+      const std::uint64_t now = std::min(count, batch_rows_ - pending_rows_);
+      pending_.insert(pending_.end(), rows, rows + now * row_bytes_);
+      pending_rows_ += now;
+      count -= now;
+      rows += now * row_bytes_;
+      if (pending_rows_ == batch_rows_) flush();
+    }
   }
+
+  std::uint64_t write_behind(std::uint64_t memory) override { return out_ ? out_->write_behind(bytes_, memory) : 0; }
+  std::string how() const override { return out_ ? out_->how() : std::string(); }
 
   void finish() override {
     count_.finish();
+    flush();
     {
       const Session quiet;
-      flush();
       if (H5Fflush(file_.id(), H5F_SCOPE_LOCAL) < 0 || !dataset_.close() || !file_.close()) fail("cannot finish");
     }
     temporary_.file().sync();  // the long part of commit(), before others have to wait
@@ -217,16 +241,27 @@ class Hdf5RowWriter final : public RowWriter {
           options.chunk_rows > 0 ? options.chunk_rows : std::max<std::uint64_t>(1, kChunkBytes / chunk_row);
       const std::array<hsize_t, 2> chunk{std::min({wanted, rows, most}), columns};
       const std::uint64_t chunks_a_row = ceil_div(dim_, columns);
-      // Holds the chunks that are being filled, so that each is compressed once, however the rows come.
+      layout_.extent = {rows, dim_};
+      layout_.chunk = {chunk[0], chunk[1]};
+      layout_.record_bytes = element;
+      layout_.chunk_bytes = chunk[0] * chunk[1] * element;
+      layout_.chunks_a_row = chunks_a_row;
+      layout_.filters = {{ChunkLayout::Filter::Kind::kDeflate, static_cast<unsigned>(options.gzip)}};
+      if (element > 1)
+        layout_.filters.insert(layout_.filters.begin(), {ChunkLayout::Filter::Kind::kShuffle, static_cast<unsigned>(element)});
+      const std::uint64_t chunk_row_bytes = chunk[0] * row_bytes_;
+      threads_ = chunk_threads(options.threads);
+      const std::uint64_t together = std::clamp<std::uint64_t>(kBatchBytes / chunk_row_bytes, 1, 4 * std::uint64_t{threads_});
+      batch_rows_ = chunk[0] * together;
       if (H5Pset_chunk(creation.id(), 2, chunk.data()) < 0 || (element > 1 && H5Pset_shuffle(creation.id()) < 0) ||
           H5Pset_deflate(creation.id(), static_cast<unsigned>(options.gzip)) < 0 ||
-          H5Pset_chunk_cache(access.id(), std::max<std::uint64_t>(521, chunks_a_row * 10 + 1),
-                             chunk[0] * chunk_row * chunks_a_row, 1.0) < 0)
+          H5Pset_chunk_cache(access.id(), 0, 0, 1.0) < 0)
         fail("cannot create");
     } else {
-      temporary_.file().reserve(
-          checked_add(temporary_.file().size(), checked_mul(rows, row_bytes_, "bytes of the table"), "bytes of the file"));
-      if (H5Pset_layout(creation.id(), H5D_CONTIGUOUS) < 0 || H5Pset_alloc_time(creation.id(), H5D_ALLOC_TIME_LATE) < 0 ||
+      const std::uint64_t end =
+          checked_add(temporary_.file().size(), checked_mul(rows, row_bytes_, "bytes of the table"), "bytes of the file");
+      if (!options.sparse) temporary_.file().reserve(end);
+      if (H5Pset_layout(creation.id(), H5D_CONTIGUOUS) < 0 || H5Pset_alloc_time(creation.id(), H5D_ALLOC_TIME_EARLY) < 0 ||
           H5Pset_fill_time(creation.id(), H5D_FILL_TIME_NEVER) < 0)
         fail("cannot create");
     }
@@ -236,19 +271,70 @@ class Hdf5RowWriter final : public RowWriter {
     if (!dataset_) fail("cannot create");
   }
 
-  void flush() {
-    if (pending_.empty()) return;
-    write_dataset(pending_.size() / row_bytes_, pending_.data());
-    pending_.clear();
+  void write_attribute(const std::string& name, const std::string& value) const {
+    constexpr std::size_t kLongest = 60000;  // an attribute lies in a header of at most 64 KiB
+    if (name.empty() || value.size() > kLongest)
+      throw InvalidArgument(fmt::format("{}:{}: an attribute '{}' of {} bytes cannot be written (at most {})",
+                                        printable(temporary_.target()), printable(path_), printable(name), value.size(),
+                                        kLongest));
+    std::int64_t number = 0;
+    const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
+    const bool whole = !value.empty() && error == std::errc() && end == value.data() + value.size();
+    const SpaceId one{H5Screate(H5S_SCALAR)};
+    const TypeId type{H5Tcopy(whole ? H5T_STD_I64LE : H5T_C_S1)};
+    if (!whole && (H5Tset_size(type.id(), std::max<std::size_t>(1, value.size())) < 0 ||
+                   H5Tset_strpad(type.id(), H5T_STR_NULLPAD) < 0 || H5Tset_cset(type.id(), H5T_CSET_UTF8) < 0))
+      fail("cannot write an attribute of");
+    const AttributeId attribute{H5Acreate2(dataset_.id(), name.c_str(), type.id(), one.id(), H5P_DEFAULT, H5P_DEFAULT)};
+    const void* const data = whole ? static_cast<const void*>(&number) : value.c_str();
+    if (!attribute || H5Awrite(attribute.id(), whole ? H5T_NATIVE_INT64 : type.id(), data) < 0)
+      fail("cannot write an attribute of");
   }
 
-  void write_dataset(std::uint64_t count, const std::byte* rows) {
+  void flush() {
+    if (out_) out_->flush();
+    if (pending_rows_ == 0) return;
+    write_chunks(pending_rows_, pending_.data());
+    pending_.clear();
+    pending_rows_ = 0;
+  }
+
+  // Whole chunk rows, or all rows that are left. Compressed by several threads, written in order, so that equal rows make equal
+  // files.
+  void write_chunks(std::uint64_t count, const std::byte* rows) {
+    struct Packed {
+      std::vector<std::byte> bytes;
+      unsigned skipped = 0;
+    };
+    const std::uint64_t element = layout_.record_bytes, chunk_rows = layout_.chunk[0], columns = layout_.chunk[1];
+    std::vector<Packed> packed(ceil_div(count, chunk_rows) * layout_.chunks_a_row);
+    const auto pack = [&](std::uint64_t begin, std::uint64_t end) {
+      std::vector<std::byte> scratch;
+      for (std::uint64_t index = begin; index < end; ++index) {
+        const std::uint64_t row = index / layout_.chunks_a_row * chunk_rows, column = index % layout_.chunks_a_row * columns;
+        const std::uint64_t rows_here = std::min(chunk_rows, count - row), bytes = std::min(columns, dim_ - column) * element;
+        // What reaches beyond the dataset is zero, as the library has it.
+        Packed& out = packed[index];
+        out.bytes.assign(layout_.chunk_bytes, std::byte{0});
+        for (std::uint64_t i = 0; i < rows_here; ++i)
+          std::memcpy(out.bytes.data() + i * columns * element, rows + (row + i) * row_bytes_ + column * element, bytes);
+        out.skipped = pack_chunk(layout_, out.bytes, scratch);
+      }
+    };
+    if (threads_ > 1 && packed.size() > 1) {
+      if (!pool_) pool_ = std::make_unique<ThreadPool>(threads_);
+      pool_->parallel_for(packed.size(), 1, pack);
+    } else {
+      pack(0, packed.size());
+    }
     const Session quiet;
-    const std::array<hsize_t, 2> start{written_, 0}, block{count, dim_};
-    const SpaceId memory{H5Screate_simple(2, block.data(), nullptr)};
-    if (!memory || H5Sselect_hyperslab(space_.id(), H5S_SELECT_SET, start.data(), nullptr, block.data(), nullptr) < 0 ||
-        H5Dwrite(dataset_.id(), type_.id(), memory.id(), space_.id(), H5P_DEFAULT, rows) < 0)
-      fail(fmt::format("cannot write rows [{}, +{}) of", written_, count));
+    for (std::uint64_t index = 0; index < packed.size(); ++index) {
+      const std::array<hsize_t, 2> at{written_ + index / layout_.chunks_a_row * chunk_rows,
+                                      index % layout_.chunks_a_row * columns};
+      if (H5Dwrite_chunk(dataset_.id(), H5P_DEFAULT, packed[index].skipped, at.data(), packed[index].bytes.size(),
+                         packed[index].bytes.data()) < 0)
+        fail(fmt::format("cannot write rows [{}, +{}) of", at[0], std::min(chunk_rows, count)));
+    }
     written_ += count;
   }
 
@@ -263,8 +349,15 @@ class Hdf5RowWriter final : public RowWriter {
   TypeId type_;
   SpaceId space_;
   DatasetId dataset_;
-  std::uint64_t written_ = 0;
+  std::uint64_t bytes_ = 0;
+  std::optional<StreamWriter> out_;  // of rows in one piece
+  ChunkLayout layout_;               // of compressed ones
+  std::uint64_t batch_rows_ = 0;     // whole chunk rows that are compressed together
+  unsigned threads_ = 1;
+  std::unique_ptr<ThreadPool> pool_;
+  std::uint64_t written_ = 0;  // rows in chunks
   std::vector<std::byte> pending_;
+  std::uint64_t pending_rows_ = 0;
 };
 
 }  // namespace

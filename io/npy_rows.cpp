@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/checked.hpp"
@@ -10,15 +13,18 @@
 #include "io/elements.hpp"
 #include "io/formats.hpp"
 #include "io/npy.hpp"
+#include "io/streams.hpp"
 
 namespace embermap {
 namespace {
 
 class NpyRowReader final : public RowReader {
  public:
-  NpyRowReader(const std::filesystem::path& name, const std::string& field, std::uint64_t size, const ReadBytes& read,
-               const ReadOptions& options)
-      : name_{name}, header_{read_npy_header(name, size, read)} {
+  NpyRowReader(const std::filesystem::path& name, const std::string& field, std::uint64_t size,
+               std::shared_ptr<ByteSource> source, const ReadOptions& options)
+      : name_{name}, source_{std::move(source)}, header_{read_npy_header(name, size, [this](auto offset, auto out) {
+          source_->read(offset, out);
+        })} {
     where_ = printable(name);
     if (!field.empty()) where_ = fmt::format("{}:{}", where_, printable(field));
 
@@ -47,7 +53,8 @@ class NpyRowReader final : public RowReader {
     dim_ = dim;
     // A field of one number a record is a column, as whoever names it knows.
     if (field.empty() || shape.size() > 1) remark_on_shape(remarks_, where_, shape);
-    strided_ = StridedRows(read, strided_layout(shape, strides, offset, element));
+    strided_ = StridedRows([source = source_](std::uint64_t at, std::span<std::byte> out) { source->read(at, out); },
+                           strided_layout(shape, strides, offset, element));
   }
 
   NpyRowReader(const NpyRowReader&) = delete;
@@ -64,6 +71,12 @@ class NpyRowReader final : public RowReader {
   }
 
   std::uint64_t block_rows() const override { return strided_.block_rows(); }
+  std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
+    const auto [begin, end] = strided_.bytes_of(first, count);
+    return source_->read_ahead(begin, end, memory);
+  }
+  bool sparse() const override { return source_->sparse(); }
+  std::string how() const override { return source_->how(); }
 
  private:
   const NpyField& find_field(const std::string& wanted) const {
@@ -102,6 +115,7 @@ class NpyRowReader final : public RowReader {
   }
 
   std::filesystem::path name_;
+  std::shared_ptr<ByteSource> source_;
   NpyHeader header_;
   std::string where_;
   StridedRows strided_;
@@ -114,44 +128,32 @@ class NpyRowWriter final : public RowWriter {
         count_{printable(location.file), rows},
         row_bytes_{checked_mul(dim, item_size(dtype), "bytes of a row")} {
     const std::string header = format_npy_header(npy_descr(dtype), {}, 0, {rows, dim}, 0);
-    temporary_.file().reserve(
-        checked_add(header.size(), checked_mul(rows, row_bytes_, "bytes of the array"), "bytes of the file"));
+    bytes_ = checked_mul(rows, row_bytes_, "bytes of the array");
+    const std::uint64_t end = checked_add(header.size(), bytes_, "bytes of the file");
+    if (!options.sparse) temporary_.file().reserve(end);
     temporary_.file().write(0, header);
-    end_ = header.size();
+    out_.emplace(temporary_.file(), header.size(), options.sparse ? header.size() : UINT64_MAX);
   }
 
   void write(std::uint64_t count, const std::byte* rows) override {
     count_.add(count);
-    const std::uint64_t bytes = count * row_bytes_;
-    if (pending_.size() + bytes > kPendingBytes) flush();
-    if (bytes >= kPendingBytes) {
-      temporary_.file().write(end_, {rows, bytes});
-      end_ += bytes;
-    } else {
-      pending_.insert(pending_.end(), rows, rows + bytes);
-    }
+    out_->write({rows, count * row_bytes_});
   }
 
   void finish() override {
     count_.finish();
-    flush();
+    out_->flush();
     temporary_.commit();
   }
 
+  std::uint64_t write_behind(std::uint64_t memory) override { return out_->write_behind(bytes_, memory); }
+  std::string how() const override { return out_->how(); }
+
  private:
-  static constexpr std::uint64_t kPendingBytes = 1_MiB;  // small writes are gathered to this
-
-  void flush() {
-    temporary_.file().write(end_, pending_);
-    end_ += pending_.size();
-    pending_.clear();
-  }
-
   TemporaryFile temporary_;
   RowCount count_;
-  std::uint64_t row_bytes_;
-  std::uint64_t end_ = 0;
-  std::vector<std::byte> pending_;
+  std::uint64_t row_bytes_, bytes_ = 0;
+  std::optional<StreamWriter> out_;
 };
 
 }  // namespace
@@ -185,15 +187,14 @@ std::vector<Entry> list_npy(const std::filesystem::path& path) {
 }
 
 std::unique_ptr<RowReader> open_npy_array(const std::filesystem::path& name, const std::string& field, std::uint64_t size,
-                                          const ReadBytes& read, const ReadOptions& options) {
-  return std::make_unique<NpyRowReader>(name, field, size, read, options);
+                                          std::shared_ptr<ByteSource> source, const ReadOptions& options) {
+  return std::make_unique<NpyRowReader>(name, field, size, std::move(source), options);
 }
 
 std::unique_ptr<RowReader> open_npy_rows(const Location& location, const ReadOptions& options) {
-  const auto file = std::make_shared<const File>(File::open(location.file, File::Mode::kRead));
-  return open_npy_array(
-      location.file, location.selector, file->size(),
-      [file](std::uint64_t offset, std::span<std::byte> out) { file->read(offset, out); }, options);
+  auto file = std::make_shared<StreamedFile>(File::open(location.file, File::Mode::kRead));
+  const std::uint64_t size = file->file().size();
+  return open_npy_array(location.file, location.selector, size, std::move(file), options);
 }
 
 std::unique_ptr<RowWriter> create_npy_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,

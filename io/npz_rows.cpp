@@ -127,17 +127,11 @@ class NpzRowWriter final : public RowWriter {
 
   void write(std::uint64_t count, const std::byte* rows) override {
     count_.add(count);
-    const std::uint64_t bytes = count * row_bytes_;
-    if (pending_.size() + bytes > kPendingBytes) flush();
-    if (bytes >= kPendingBytes)
-      zip_.write({rows, bytes});
-    else
-      pending_.insert(pending_.end(), rows, rows + bytes);
+    zip_.write({rows, count * row_bytes_});
   }
 
   void finish() override {
     count_.finish();
-    flush();
     zip_.end();
     zip_.finish();
     addition_.finish([&](const File& theirs, File& ours, File& to) {
@@ -149,9 +143,10 @@ class NpzRowWriter final : public RowWriter {
     });
   }
 
- private:
-  static constexpr std::uint64_t kPendingBytes = 1_MiB;  // small writes are gathered to this
+  std::uint64_t write_behind(std::uint64_t memory) override { return zip_.write_behind(memory); }
+  std::string how() const override { return zip_.how(); }
 
+ private:
   void copy_others(const File& from, ZipWriter& to) const {
     const ZipDirectory directory(from);
     for (const ZipMember& member : directory.members()) {
@@ -163,18 +158,12 @@ class NpzRowWriter final : public RowWriter {
     }
   }
 
-  void flush() {
-    zip_.write(pending_);
-    pending_.clear();
-  }
-
   std::string member_;
   bool overwrite_;
   std::uint64_t row_bytes_;
   Addition addition_;
   RowCount count_;
   ZipWriter zip_;
-  std::vector<std::byte> pending_;
 };
 
 }  // namespace
@@ -205,15 +194,14 @@ std::vector<Entry> list_npz(const std::filesystem::path& path) {
 std::unique_ptr<RowReader> open_npz_rows(const Location& location, const ReadOptions& options) {
   const auto archive = std::make_shared<Archive>(location.file);
   const auto [member, field] = choose(*archive, location);
+  // The archive lives as long as what reads from it.
   struct Source {
     std::shared_ptr<Archive> archive;
     ZipMemberReader reader;
   };
   const auto source = std::shared_ptr<Source>(new Source{archive, {archive->file, archive->directory, *member, /*check=*/true}});
   const std::filesystem::path name(fmt::format("{}:{}", location.file.native(), array_name(member->name)));
-  return open_npy_array(
-      name, field, source->reader.size(),
-      [source](std::uint64_t offset, std::span<std::byte> out) { source->reader.read(offset, out); }, options);
+  return open_npy_array(name, field, source->reader.size(), std::shared_ptr<ByteSource>(source, &source->reader), options);
 }
 
 std::unique_ptr<RowWriter> create_npz_rows(const Location& location, std::uint64_t rows, std::uint64_t dim, DType dtype,

@@ -32,6 +32,11 @@ class RangeReader final : public RowReader {
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override { source_->read(first_ + first, count, out); }
   std::uint64_t block_rows() const override { return source_->block_rows(); }
   std::vector<Remark> remarks() const override { return source_->remarks(); }
+  std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
+    return source_->read_ahead(first_ + first, count, memory);
+  }
+  bool sparse() const override { return source_->sparse(); }
+  std::string how() const override { return source_->how(); }
 
  private:
   std::unique_ptr<RowReader> source_;

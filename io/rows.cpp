@@ -5,16 +5,13 @@
 #include <algorithm>
 #include <array>
 #include <cctype>
-#include <condition_variable>
-#include <exception>
-#include <mutex>
 #include <system_error>
-#include <thread>
 #include <utility>
 
 #include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "io/block_reader.hpp"
 #include "io/convert.hpp"
 #include "io/formats.hpp"
 
@@ -67,82 +64,6 @@ Location::Format format_to_write(std::string_view text, std::string_view path) {
                                       printable(text), extension, others));
   return only == nullptr ? named->format : only->format;  // that it cannot be written is told when it is to be
 }
-
-// Blocks 0, 1, ... of a copy, in turn. With `ahead`, a thread of its own reads the next one while the caller has one; where the
-// system starts no thread, next() reads.
-class BlockReader {
- public:
-  using Read = std::function<const std::byte*(std::uint64_t index)>;  // index - 2 is not in use any more when it is called
-
-  BlockReader(std::uint64_t count, bool ahead, Read read) : count_{count}, read_{std::move(read)} {
-    if (!ahead) return;
-    try {
-      thread_ = std::thread([this] { work(); });
-    } catch (const std::system_error&) {
-    }
-  }
-  // Waits for the block that is being read.
-  ~BlockReader() {
-    if (!thread_.joinable()) return;
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-    }
-    changed_.notify_all();
-    thread_.join();
-  }
-  BlockReader(const BlockReader&) = delete;
-  BlockReader& operator=(const BlockReader&) = delete;
-
-  // The next block; the one before is given back. Throws what reading it threw. At most `count` calls.
-  const std::byte* next() {
-    if (!thread_.joinable()) return read_(given_++);
-    std::unique_lock lock(mutex_);
-    const std::uint64_t index = given_++;
-    changed_.notify_all();
-    changed_.wait(lock, [&] { return read_count_ > index || error_ != nullptr; });
-    if (read_count_ <= index) std::rethrow_exception(error_);
-    return blocks_[index % 2];
-  }
-
- private:
-  void work() noexcept {
-    for (std::uint64_t index = 0; index < count_; ++index) {
-      {
-        std::unique_lock lock(mutex_);
-        // The caller has block given_ - 1, so there is room for block given_.
-        changed_.wait(lock, [&] { return stop_ || index <= given_; });
-        if (stop_) return;
-      }
-      const std::byte* block = nullptr;
-      std::exception_ptr error;
-      try {
-        block = read_(index);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      {
-        const std::lock_guard lock(mutex_);
-        blocks_[index % 2] = block;
-        error_ = error;
-        if (error == nullptr) ++read_count_;
-      }
-      changed_.notify_all();
-      if (error != nullptr) return;
-    }
-  }
-
-  const std::uint64_t count_;
-  const Read read_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::uint64_t given_ = 0;       // blocks the caller asked for
-  std::uint64_t read_count_ = 0;  // blocks read
-  std::array<const std::byte*, 2> blocks_{};
-  std::exception_ptr error_;  // of block read_count_
-  bool stop_ = false;
-  std::thread thread_;
-};
 
 }  // namespace
 
@@ -256,6 +177,12 @@ void RowCount::finish() {
   finished_ = true;
 }
 
+namespace {
+
+constexpr std::uint64_t kMostStream = 32_MiB;
+
+}  // namespace
+
 ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::uint64_t memory, const Progress& progress) {
   ConversionReport report;
   const std::uint64_t rows = reader.rows(), dim = reader.dim();
@@ -270,6 +197,12 @@ ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::
                                   format_size(in_turn), format_size(memory)));
   // As much as the reader likes, in whole blocks of it if the memory allows.
   const std::uint64_t unit = std::max<std::uint64_t>(1, reader.block_rows());
+  // A quarter each for what is read ahead and written behind, where two blocks have room in the rest.
+  const std::uint64_t stream = std::min(memory / 4, kMostStream);
+  if (at_once <= memory / 2 / unit) {
+    memory -= reader.read_ahead(0, rows, stream);
+    memory -= writer.write_behind(stream);
+  }
   const auto block_rows = [&](std::uint64_t per_row) {
     std::uint64_t block = memory / per_row;
     if (block > unit)

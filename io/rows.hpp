@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.hpp"
@@ -75,6 +76,8 @@ struct Entry {
   std::string dtype;        // as the format calls it where a table cannot hold it: "complex64"
   std::uint64_t bytes = 0;  // of the array, not compressed
   std::string layout;       // "stored", "deflated", "chunked (64, 128), gzip", ...
+  // What is noted beside it, as text: HDF5's attributes (numbers and texts of fixed length; of others their type).
+  std::vector<std::pair<std::string, std::string>> attributes = {};
 };
 
 // What open_rows() could be asked for in this file, in the file's order, and what lies beside it; the rows of a format without
@@ -84,7 +87,9 @@ std::vector<Entry> list_entries(const std::filesystem::path& file, Location::For
 struct ReadOptions {
   // Takes ambiguous bytes (V2, opaque) as this; must otherwise equal the file's dtype (convert after reading).
   std::optional<DType> dtype = {};
-  bool allow_external = false;  // HDF5: external raw files and virtual datasets, below the file's own folder
+  // HDF5: external raw files, virtual datasets and external links are read and followed, to files below the file's own folder.
+  bool allow_external = false;
+  bool follow_links = false;  // the same, wherever those files lie: for files that are trusted
   // Formats with words (format_has_words()): is given those of the rows that read() is asked for, by the thread that calls it,
   // before it returns. Empty: words are passed over.
   WordSink words = {};
@@ -92,6 +97,7 @@ struct ReadOptions {
   // other word vectors, .fvecs and .fbin are FormatError where they have others, and formats of arrays do not look at it.
   std::uint64_t dim = 0;
   std::uint64_t offset = 0;  // raw files: how many bytes stand before the first row
+  unsigned threads = 0;      // that decompress HDF5's chunks; 0: what the process may use, at most 16
 };
 
 // What rows do not show of the array they come from.
@@ -114,6 +120,16 @@ class RowReader {
   virtual std::uint64_t block_rows() const = 0;
   // For whoever copies rows to tell: a shape that is not (rows, dim), a lossy filter, chunks that were never written.
   virtual std::vector<Remark> remarks() const { return remarks_; }
+  // Rows [first, first + count) will be read now, in ascending order. A reader may have a thread of its own read ahead from then
+  // on, into at most `memory` bytes; it ends when the last of them is read, or others are. Returns the bytes taken.
+  virtual std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) {
+    (void)first, (void)count, (void)memory;
+    return 0;
+  }
+  // Whether less than half of the rows' bytes take room on the disk: the others were never written, and read as zeros.
+  virtual bool sparse() const { return false; }
+  // How what was read ahead came: "direct", or "buffered" with the reason; empty where nothing was.
+  virtual std::string how() const { return {}; }
 
  protected:
   std::uint64_t rows_ = 0, dim_ = 0;
@@ -127,9 +143,9 @@ class RowReader {
 // or the only numeric one of two dimensions or more (HDF5: of two); several are InvalidArgument that lists them. A name that is
 // not there is NotFound with what is; records without a field named are DTypeError with the fields. HDF5: filters that are
 // missing are named before anything is read (LZF is read by us); rows never written are the fill value; soft links are followed,
-// links into other files are not. A dataset that declares more than 1 GiB and stores less than a byte for every 1100 of it is
-// refused. At most 128 MiB of chunks are kept between reads, or one chunk if that is larger. A file open for writing elsewhere is
-// LockedError. Of torch's files no pickle is executed (io/torch_pickle.hpp).
+// links into other files only as ReadOptions says. A dataset that declares more than 1 GiB and stores less than a byte for every
+// 1100 of it is refused. At most 128 MiB of chunks are kept between reads, or one chunk if that is larger. A file open for
+// writing elsewhere is LockedError. Of torch's files no pickle is executed (io/torch_pickle.hpp).
 std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions& options = {});
 
 // open_rows() for rows that will become `to` (nothing: as they are). Where only a dtype makes sense of the bytes (V2, opaque) and
@@ -141,6 +157,13 @@ struct WriteOptions {
   bool overwrite = false;        // of the file; of one array where a selector names it in a file that exists (format_adds())
   int gzip = -1;                 // HDF5 (with shuffle), npz: level 0 - 9; -1 without compression
   std::uint64_t chunk_rows = 0;  // HDF5 with gzip: 0 chooses about a MiB; at most the rows there are and 4 GiB
+  // Most rows are zeros that need no room on the disk (RowReader::sparse()): none is reserved, and blocks of zeros stay holes,
+  // where the format has the rows as they are.
+  bool sparse = false;
+  // HDF5: attributes of the dataset, name and text; a text that is a whole number becomes an int64. Other formats have no place
+  // for them, and pass them over.
+  std::vector<std::pair<std::string, std::string>> attributes = {};
+  unsigned threads = 0;  // that compress; 0: what the process may use, at most 16
   // Formats with words: where they come from, called by the thread that calls write(). They need it.
   WordSource words = {};
 };
@@ -152,6 +175,14 @@ class RowWriter {
   virtual ~RowWriter() = default;
   virtual void write(std::uint64_t count, const std::byte* rows) = 0;
   virtual void finish() = 0;  // throws if fewer rows were written than promised
+  // A writer may have a thread of its own write from then on, out of at most `memory` bytes; what it throws is thrown by the next
+  // write() or by finish(). To be called before rows are written. Returns the bytes taken.
+  virtual std::uint64_t write_behind(std::uint64_t memory) {
+    (void)memory;
+    return 0;
+  }
+  // As RowReader::how().
+  virtual std::string how() const { return {}; }
 };
 
 // Throws AlreadyExists, InvalidArgument (dim 0, sizes past 64 bits, a format that cannot be written, options of another format,
@@ -186,9 +217,10 @@ using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 // Copies all rows, converting to `to`, with buffers of at most `memory` bytes (BudgetError if a single row takes more). Where
 // they hold two blocks of the reader's, a thread of this call's own reads (and converts) the next block while the caller's writes
 // one: `reader` and `writer` then run at the same time, each on one thread, and must not share anything that is not safe for
-// that. `progress` is called by the caller's thread. What any of them throws ends the copy when the block being read is read, and
-// is rethrown; where both fail, the earlier rows' error. The caller finishes the writer. A value that does not fit is DTypeError
-// with its row and column.
+// that. Where there is room for that as well, they read ahead and write behind (see there), out of the same memory. `progress` is
+// called by the caller's thread. What any of them throws ends the copy when the block being read is read, and is rethrown; where
+// both fail, the earlier rows' error. The caller finishes the writer. A value that does not fit is DTypeError with its row and
+// column.
 ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::uint64_t memory, const Progress& progress);
 
 }  // namespace embermap

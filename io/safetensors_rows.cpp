@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "io/elements.hpp"
 #include "io/formats.hpp"
 #include "io/safetensors.hpp"
+#include "io/streams.hpp"
 
 namespace embermap {
 namespace {
@@ -36,23 +38,23 @@ class SafetensorsRowReader final : public RowReader {
  public:
   SafetensorsRowReader(File file, const SafetensorsHeader& header, const SafeTensor& tensor, const std::filesystem::path& named,
                        const ReadOptions& options)
-      : file_{std::move(file)} {
+      : stream_{std::move(file)} {
+    const std::filesystem::path& path = stream_.file().path();
     where_ = fmt::format("{}:{}", printable(named), printable(tensor.name));
-    text_ = fmt::format("{}{}, safetensors, {} {}", where_,
-                        named == file_.path() ? "" : fmt::format(" in {}", printable(file_.path())), tensor.dtype_text(),
-                        shape_to_text(tensor.shape));
+    text_ = fmt::format("{}{}, safetensors, {} {}", where_, named == path ? "" : fmt::format(" in {}", printable(path)),
+                        tensor.dtype_text(), shape_to_text(tensor.shape));
     const std::optional<ElementFormat> element = tensor.element();
     if (!element)
       throw DTypeError(
           fmt::format("{} holds {}, which a table cannot; it holds {}", where_, tensor.dtype_text(), table_dtypes()));
     check_requested_dtype(where_, element->dtype, options.dtype);
-    const auto [rows, dim] = table_shape(file_.path(), fmt::format("{} has ", printable(tensor.name)), tensor.shape);
+    const auto [rows, dim] = table_shape(path, fmt::format("{} has ", printable(tensor.name)), tensor.shape);
     rows_ = rows;
     dim_ = dim;
     dtype_ = element->dtype;
     remark_on_shape(remarks_, where_, tensor.shape);
     const auto strides = dense_strides(tensor.shape, item_size(dtype_), /*fortran_order=*/false);
-    strided_ = StridedRows([this](std::uint64_t offset, std::span<std::byte> out) { file_.read(offset, out); },
+    strided_ = StridedRows([this](std::uint64_t offset, std::span<std::byte> out) { stream_.read(offset, out); },
                            strided_layout(tensor.shape, strides, header.data_offset + tensor.begin, *element));
   }
   SafetensorsRowReader(const SafetensorsRowReader&) = delete;
@@ -64,9 +66,15 @@ class SafetensorsRowReader final : public RowReader {
     strided_.read(first, count, out);
   }
   std::uint64_t block_rows() const override { return strided_.block_rows(); }
+  std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
+    const auto [begin, end] = strided_.bytes_of(first, count);
+    return stream_.read_ahead(begin, end, memory);
+  }
+  bool sparse() const override { return stream_.sparse(); }
+  std::string how() const override { return stream_.how(); }
 
  private:
-  File file_;
+  StreamedFile stream_;
   std::string where_, text_;
   StridedRows strided_;
 };
@@ -133,18 +141,20 @@ class SafetensorsRowWriter final : public RowWriter {
                 {rows, dim},
                 0,
                 checked_mul(rows, row_bytes_, "bytes of the tensor")},
-        out_{0} {
-    out_ = Appender(merge(addition_.existing(), addition_.file()));
+        bytes_{tensor_.end},
+        sparse_{options.sparse} {
+    const std::uint64_t at = merge(addition_.existing(), addition_.file());
+    out_.emplace(addition_.file(), at, sparse_ ? at : UINT64_MAX);
   }
 
   void write(std::uint64_t count, const std::byte* rows) override {
     count_.add(count);
-    out_.write(addition_.file(), {rows, count * row_bytes_});
+    out_->write({rows, count * row_bytes_});
   }
 
   void finish() override {
     count_.finish();
-    out_.flush(addition_.file());
+    out_->flush();
     addition_.finish([&](const File& theirs, File& ours, File& to) {
       const SafetensorsHeader header = read_safetensors_header(ours);
       const auto mine = std::find_if(header.tensors.begin(), header.tensors.end(),
@@ -153,6 +163,9 @@ class SafetensorsRowWriter final : public RowWriter {
       copy_range(ours, header.data_offset + mine->begin, mine->end - mine->begin, to, at);
     });
   }
+
+  std::uint64_t write_behind(std::uint64_t memory) override { return out_->write_behind(bytes_, memory); }
+  std::string how() const override { return out_->how(); }
 
  private:
   static std::string name_of(const Location& location) { return location.selector.empty() ? "weight" : location.selector; }
@@ -174,7 +187,7 @@ class SafetensorsRowWriter final : public RowWriter {
     tensors.push_back(tensor_);
     const std::string header = format_safetensors_header(tensors, old.metadata);
     const std::uint64_t end = checked_add(header.size(), tensors.back().end, "bytes of the file");
-    to.reserve(end);
+    if (!sparse_) to.reserve(end);
     to.resize(end);  // an empty tensor at the end has nothing to write
     to.write(0, header);
     std::uint64_t ours = 0;
@@ -195,7 +208,9 @@ class SafetensorsRowWriter final : public RowWriter {
   Addition addition_;
   RowCount count_;
   SafeTensor tensor_;
-  Appender out_;
+  std::uint64_t bytes_;
+  bool sparse_;
+  std::optional<StreamWriter> out_;
 };
 
 }  // namespace

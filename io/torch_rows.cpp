@@ -242,6 +242,12 @@ class TorchRowReader final : public RowReader {
     strided_.read(first, count, out);
   }
   std::uint64_t block_rows() const override { return strided_.block_rows(); }
+  std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
+    const auto [begin, end] = strided_.bytes_of(first, count);
+    return reader_->read_ahead(begin, end, memory);
+  }
+  bool sparse() const override { return reader_->sparse(); }
+  std::string how() const override { return reader_->how(); }
 
  private:
   std::unique_ptr<Archive> archive_;
@@ -266,17 +272,13 @@ class TorchRowWriter final : public RowWriter {
 
   void write(std::uint64_t count, const std::byte* rows) override {
     count_.add(count);
-    const std::uint64_t bytes = count * row_bytes_;
-    if (pending_.size() + bytes > kPendingBytes) flush();
-    if (bytes >= kPendingBytes)
-      zip_.write({rows, bytes});
-    else
-      pending_.insert(pending_.end(), rows, rows + bytes);
+    zip_.write({rows, count * row_bytes_});
   }
+  std::uint64_t write_behind(std::uint64_t memory) override { return zip_.write_behind(memory); }
+  std::string how() const override { return zip_.how(); }
 
   void finish() override {
     count_.finish();
-    flush();
     zip_.end();
     add("archive/version", "3\n");
     zip_.finish();
@@ -284,24 +286,18 @@ class TorchRowWriter final : public RowWriter {
   }
 
  private:
-  static constexpr std::uint64_t kPendingBytes = 1_MiB;  // small writes are gathered to this
-  static constexpr std::uint64_t kAlign = 64;            // of records, as torch's own files have it
+  static constexpr std::uint64_t kAlign = 64;  // of records, as torch's own files have it
 
   void add(std::string_view name, std::string_view text) {
     zip_.begin(name, text.size(), /*level=*/-1, kAlign);
     zip_.write(std::as_bytes(std::span(text)));
     zip_.end();
   }
-  void flush() {
-    zip_.write(pending_);
-    pending_.clear();
-  }
 
   TemporaryFile temporary_;
   RowCount count_;
   std::uint64_t row_bytes_;
   ZipWriter zip_;
-  std::vector<std::byte> pending_;
 };
 
 }  // namespace

@@ -258,7 +258,7 @@ struct ZipMemberReader::Inflate {
 };
 
 ZipMemberReader::ZipMemberReader(const File& file, const ZipDirectory& directory, const ZipMember& member, bool check)
-    : file_{file}, member_{member}, check_{check}, data_offset_{directory.data_offset(file, member)} {
+    : file_{file}, stream_{file}, member_{member}, check_{check}, data_offset_{directory.data_offset(file, member)} {
   if (member.method == ZipMember::kStored) {
     if (member.bytes != member.packed_bytes)
       fail(file, fmt::format("'{}' is stored, but {} bytes are said to be {}", printable(member.name), member.packed_bytes,
@@ -280,7 +280,7 @@ void ZipMemberReader::read(std::uint64_t offset, std::span<std::byte> out) {
     throw FormatError(file_.path(), fmt::format("zip archive: '{}' is truncated: bytes [{}, +{}) are not within its {}",
                                                 printable(member_.name), offset, out.size(), member_.bytes));
   if (inflate_ == nullptr) {
-    file_.read(data_offset_ + offset, out);
+    stream_.read(data_offset_ + offset, out);
     note(offset, out);
     return;
   }
@@ -291,6 +291,15 @@ void ZipMemberReader::read(std::uint64_t offset, std::span<std::byte> out) {
     while (z.position < offset) inflate_to(std::span(z.skipped).first(std::min<std::uint64_t>(kBlock, offset - z.position)));
   }
   inflate_to(out);
+}
+
+std::uint64_t ZipMemberReader::read_ahead(std::uint64_t begin, std::uint64_t end, std::uint64_t memory) {
+  if (inflate_ != nullptr)
+    return begin > inflate_->position || inflate_->read > 0
+               ? 0
+               : stream_.read_ahead(data_offset_, data_offset_ + member_.packed_bytes, memory);
+  end = std::min(end, member_.bytes);
+  return begin < end ? stream_.read_ahead(data_offset_ + begin, data_offset_ + end, memory) : 0;
 }
 
 void ZipMemberReader::inflate_to(std::span<std::byte> out) {
@@ -307,7 +316,7 @@ void ZipMemberReader::inflate_to(std::span<std::byte> out) {
     if (z.ended) damaged("its stream ends too early");
     if (z.stream.avail_in == 0 && z.read < member_.packed_bytes) {
       const auto block = std::span(z.input).first(std::min<std::uint64_t>(z.input.size(), member_.packed_bytes - z.read));
-      file_.read(data_offset_ + z.read, block);
+      stream_.read(data_offset_ + z.read, block);
       z.read += block.size();
       z.stream.next_in = reinterpret_cast<Bytef*>(block.data());
       z.stream.avail_in = static_cast<uInt>(block.size());
@@ -423,6 +432,7 @@ void ZipWriter::begin(std::string_view name, std::uint64_t bytes, int level, std
   at_ += header.size();
   written_ = 0;
   deflate_ = level < 0 ? nullptr : std::make_unique<Deflate>(level);
+  stored_ = level < 0 ? std::make_unique<StreamWriter>(file_, at_) : nullptr;
 }
 
 void ZipWriter::write(std::span<const std::byte> bytes) {
@@ -436,9 +446,16 @@ void ZipWriter::write(std::span<const std::byte> bytes) {
   }
   written_ += bytes.size();
   if (deflate_ != nullptr) return;
-  file_.write(at_, bytes);
+  stored_->write(bytes);
   at_ += bytes.size();
   current_.packed_bytes += bytes.size();
+}
+
+std::uint64_t ZipWriter::write_behind(std::uint64_t memory) {
+  if (stored_ == nullptr) return 0;
+  const std::uint64_t taken = stored_->write_behind(current_.bytes - written_, memory);
+  how_ = stored_->how();
+  return taken;
 }
 
 void ZipWriter::deflate_some(std::span<const std::byte> bytes, bool last) {
@@ -461,6 +478,8 @@ void ZipWriter::deflate_some(std::span<const std::byte> bytes, bool last) {
 const ZipMember& ZipWriter::end() {
   if (deflate_ != nullptr) deflate_some({}, true);
   deflate_.reset();
+  if (stored_ != nullptr) stored_->flush();
+  stored_.reset();
   if (written_ != current_.bytes)
     throw InvalidArgument(fmt::format("{}: {} bytes of '{}' were written, {} were promised", printable(file_.path()), written_,
                                       printable(current_.name), current_.bytes));

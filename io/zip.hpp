@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "io/file.hpp"
+#include "io/streams.hpp"
 
 namespace embermap {
 
@@ -57,19 +58,23 @@ class ZipDirectory {
 // The unpacked bytes of one member. Any range can be read; ascending ranges are quick, and of a deflated member a step back
 // begins again at its start. Memory: 256 KiB for a deflated member. Where everything was read in ascending order, the checksum is
 // compared at the end (unless `check` is false: torch can write files without).
-class ZipMemberReader {
+class ZipMemberReader final : public ByteSource {
  public:
   // Keeps a reference to `file`. Throws FormatError (a method that is not known here, encrypted, sizes that contradict each
   // other).
   ZipMemberReader(const File& file, const ZipDirectory& directory, const ZipMember& member, bool check);
-  ~ZipMemberReader();
+  ~ZipMemberReader() override;
   ZipMemberReader(const ZipMemberReader&) = delete;
   ZipMemberReader& operator=(const ZipMemberReader&) = delete;
 
   std::uint64_t size() const noexcept { return member_.bytes; }
   const ZipMember& member() const noexcept { return member_; }
   // Throws FormatError for a damaged member, or one that is not as long as the directory says; InvalidArgument outside of it.
-  void read(std::uint64_t offset, std::span<std::byte> out);
+  void read(std::uint64_t offset, std::span<std::byte> out) override;
+  // Of a deflated member the packed bytes are read ahead, where reading begins at its start.
+  std::uint64_t read_ahead(std::uint64_t begin, std::uint64_t end, std::uint64_t memory) override;
+  std::string how() const override { return stream_.how(); }
+  bool sparse() const override { return inflate_ == nullptr && stream_.sparse(); }
 
  private:
   struct Inflate;
@@ -78,6 +83,7 @@ class ZipMemberReader {
   std::string where() const;
 
   const File& file_;
+  StreamedFile stream_;
   ZipMember member_;
   bool check_;
   std::uint64_t data_offset_ = 0;
@@ -102,6 +108,9 @@ class ZipWriter {
   // `bytes` as long as it will be.
   void begin(std::string_view name, std::uint64_t bytes, int level, std::uint64_t align);
   void write(std::span<const std::byte> bytes);
+  // The bytes of the member that was begun are written behind (StreamWriter::write_behind). Nothing where it is deflated.
+  std::uint64_t write_behind(std::uint64_t memory);
+  const std::string& how() const noexcept { return how_; }
   const ZipMember& end();  // completes its local header
 
   // The directory. Nothing can be written afterwards.
@@ -119,6 +128,8 @@ class ZipWriter {
   ZipMember current_;
   std::uint64_t padding_ = 0, written_ = 0;
   std::unique_ptr<Deflate> deflate_;
+  std::unique_ptr<StreamWriter> stored_;  // what a stored member's bytes go through
+  std::string how_;
 };
 
 // Whether a file begins as a zip archive with members does ("PK\3\4"), or is an empty one.

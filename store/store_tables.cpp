@@ -10,6 +10,7 @@
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
 #include "base/error.hpp"
+#include "io/block_reader.hpp"
 #include "io/convert.hpp"
 #include "io/npy.hpp"
 #include "store/store_impl.hpp"
@@ -173,28 +174,33 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
 
   const std::uint64_t source_row = options.dim * item_size(reader.dtype());
   const std::uint64_t weight = schema.fields()[0].bytes;
-  // Rows are in flight as the reader gives them, converted, and in pages.
-  const std::uint64_t import_bytes = core_->transfer_bytes() / 3;
+  // Rows are in flight as the reader gives them, converted (twice), and in pages.
+  const std::uint64_t import_bytes = core_->transfer_bytes() / 4;
   // Whole pages, and whole blocks of the reader where those are not much larger.
   const std::uint64_t page_rows_bytes = std::max(geometry.page_bytes(), source_row * geometry.rows_per_page);
   std::uint64_t block_pages = std::max<std::uint64_t>(1, import_bytes / page_rows_bytes);
   if (reader.block_rows() <= 4 * import_bytes / source_row)
     block_pages = std::max(block_pages, ceil_div(reader.block_rows(), geometry.rows_per_page));
   const std::uint64_t block_rows = std::min(block_pages * geometry.rows_per_page, std::max<std::uint64_t>(geometry.rows, 1));
-  std::vector<std::byte> source(block_rows * source_row);
-  std::vector<std::byte> converted(reader.dtype() == options.dtype ? 0 : block_rows * weight);
+  // While one block goes to its pages, the next one is read and converted, and the one after that comes from the disk.
+  reader.read_ahead(0, geometry.rows, std::min<std::uint64_t>(import_bytes, 32U << 20));
+  const bool converts = reader.dtype() != options.dtype;
+  std::vector<std::byte> source(converts ? block_rows * source_row : 0), rows(2 * block_rows * weight);
   const AlignedBuffer memory(ceil_div(block_rows, geometry.rows_per_page) * geometry.page_bytes());
   std::vector<PageBuffer> buffers;
   ConversionReport ignored;
+  ConversionReport& counted = report != nullptr ? *report : ignored;
+  BlockReader blocks(ceil_div(geometry.rows, block_rows), geometry.rows > block_rows, [&](std::uint64_t index) {
+    const std::uint64_t first = index * block_rows, count = std::min(block_rows, geometry.rows - first);
+    std::byte* const out = rows.data() + index % 2 * block_rows * weight;
+    reader.read(first, count, converts ? source.data() : out);
+    if (converts) convert_rows(reader, first, count, source.data(), options.dtype, out, counted);
+    return out;
+  });
   core_->report(progress, 0, geometry.rows);
   for (std::uint64_t first = 0; first < geometry.rows; first += block_rows) {
     const std::uint64_t count = std::min(block_rows, geometry.rows - first);
-    reader.read(first, count, source.data());
-    const std::byte* weights = source.data();
-    if (!converted.empty()) {
-      convert_rows(reader, first, count, source.data(), options.dtype, converted.data(), report != nullptr ? *report : ignored);
-      weights = converted.data();
-    }
+    const std::byte* const weights = blocks.next();
     if (schema.structured()) file.generate_states(count, memory.data());
     core_->compute.parallel_for(count, std::max<std::uint64_t>(1, (256U << 10) / geometry.stride),
                                 [&](std::uint64_t begin, std::uint64_t end) {

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <memory>
+#include <utility>
 
 #include "tools/any_rows.hpp"
 #include "tools/arguments.hpp"
@@ -66,11 +67,15 @@ int convert(const Arguments& arguments, const Common& common) {
                         .report = {},
                         .seconds = 0,
                         .remarks = reader->remarks()};
+  std::pair<std::string, std::string> io;
   {
+    options.sparse = reader->sparse();
+    options.attributes = {{"source", arguments.source}, {"source_dtype", std::string(dtype_name(result.from))}};
     const std::unique_ptr<RowWriter> writer = create_rows(destination, result.rows, result.dim, result.to, options);
     ProgressLine line("convert", result.dim * item_size(result.to), common.quiet);
     result.report = copy_rows(*reader, *writer, result.to, copy_memory(*reader, result.to, common.memory, 2), line.callback());
     check_interrupt();
+    io = {reader->how(), writer->how()};
     words.finish();
     try {
       writer->finish();
@@ -90,6 +95,8 @@ int convert(const Arguments& arguments, const Common& common) {
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   Json extra = vocabulary_json(words);
   if (arguments.check) extra["checked"] = true;
+  extra["reading"] = io.first;
+  extra["writing"] = io.second;
   print_transfer(common, result, extra);
   return kDone;
 }

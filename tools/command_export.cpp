@@ -72,6 +72,9 @@ int export_table(const Arguments& arguments, const Common& common) {
                         .report = {},
                         .seconds = 0};
   {
+    options.attributes = {{"source", arguments.table},
+                          {"source_dtype", std::string(dtype_name(result.from))},
+                          {"commit", fmt::format("{}", store.commit_number())}};
     const std::unique_ptr<RowWriter> writer = create_rows(destination, result.rows, result.dim, result.to, options);
     ProgressLine line("export " + path.table, result.dim * item_size(result.to), common.quiet);
     result.report = copy_rows(*reader, *writer, result.to, copy_memory(*reader, result.to, common.memory, 4), line.callback());

@@ -27,11 +27,11 @@ std::string shape_text(const std::vector<std::uint64_t>& shape) {
 }
 
 Json entry_json(const Entry& entry) {
-  return {{"name", json_text(entry.name)},
-          {"shape", entry.shape},
-          {"dtype", json_text(entry.dtype)},
-          {"bytes", entry.bytes},
-          {"layout", json_text(entry.layout)}};
+  Json attributes = Json::object();
+  for (const auto& [name, value] : entry.attributes) attributes[printable(name)] = json_text(value);
+  return {{"name", json_text(entry.name)},     {"shape", entry.shape},
+          {"dtype", json_text(entry.dtype)},   {"bytes", entry.bytes},
+          {"layout", json_text(entry.layout)}, {"attributes", std::move(attributes)}};
 }
 
 // Columns as wide as what stands in them; the name last, because it may be long.
@@ -44,11 +44,13 @@ std::string table_text(const std::vector<Entry>& entries) {
     for (std::size_t i = 0; i < width.size(); ++i) width[i] = std::max(width[i], lines.back()[i].size());
   }
   std::string out;
-  for (const auto& line : lines) {
+  for (std::size_t at = 0; at < lines.size(); ++at) {
     std::string text;
-    for (std::size_t i = 0; i < width.size(); ++i) text += fmt::format("{:<{}}  ", line[i], width[i]);
+    for (std::size_t i = 0; i < width.size(); ++i) text += fmt::format("{:<{}}  ", lines[at][i], width[i]);
     text.erase(text.find_last_not_of(' ') + 1);
     out += text + "\n";
+    for (const auto& [name, value] : entries[at].attributes)
+      out += fmt::format("    {} = {}\n", printable(name), printable(value));
   }
   return out;
 }

@@ -6,13 +6,16 @@
 #include <utility>
 
 #include "base/checked.hpp"
+#include "base/size_text.hpp"
 #include "io/convert.hpp"
 #include "tools/arguments.hpp"
 #include "tools/console.hpp"
 
 namespace embermap::tools {
 
-ConvertingReader::ConvertingReader(RowReader& source, DType to, std::uint64_t memory) : source_{source} {
+ConvertingReader::ConvertingReader(RowReader& source, DType to, std::uint64_t memory)
+    : source_{source}, ahead_{std::min<std::uint64_t>(memory / 2, 32_MiB)} {
+  memory -= ahead_;
   rows_ = source.rows();
   dim_ = source.dim();
   dtype_ = to;
@@ -55,6 +58,8 @@ void LayoutArguments::add_to(CLI::App& command) {
   command.add_option("--dim", dim_, "Columns of SRC where its format does not tell them: raw, glove, an empty .fvecs")
       ->type_name("D");
   command.add_option("--offset", offset_, "Bytes before the first row of a raw SRC")->type_name("BYTES");
+  command.add_flag("--follow-links", follow_links_,
+                   "HDF5: as --allow-external, with external links too, wherever their files lie: for an SRC that is trusted");
 }
 
 void LayoutArguments::set(ReadOptions& options, const Location& source) const {
@@ -65,11 +70,13 @@ void LayoutArguments::set(ReadOptions& options, const Location& source) const {
   if (!dim_.empty()) options.dim = parse_count("--dim", dim_);
   if (!dim_.empty() && options.dim == 0) throw UsageError("--dim: a table needs at least one column");
   if (!offset_.empty()) options.offset = parse_count("--offset", offset_);
+  options.follow_links = follow_links_;
 }
 
 ReadOptions LayoutArguments::options(ReadOptions options) const {
   if (!dim_.empty()) options.dim = parse_count("--dim", dim_);
   if (!offset_.empty()) options.offset = parse_count("--offset", offset_);
+  options.follow_links = follow_links_;
   return options;
 }
 

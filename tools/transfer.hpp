@@ -1,6 +1,7 @@
 // What import, export and convert share: converting, reporting.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <filesystem>
 #include <string>
@@ -20,10 +21,16 @@ class ConvertingReader final : public RowReader {
   std::string description() const override { return source_.description(); }
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override;
   std::uint64_t block_rows() const override { return source_.block_rows(); }
+  std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
+    return source_.read_ahead(first, count, std::max(memory, ahead_));
+  }
+  bool sparse() const override { return source_.sparse(); }
+  std::string how() const override { return source_.how(); }
   const ConversionReport& report() const noexcept { return report_; }
 
  private:
   RowReader& source_;
+  std::uint64_t ahead_;  // bytes of the memory for what is read ahead
   std::uint64_t piece_rows_;
   std::vector<std::byte> buffer_;
   ConversionReport report_;
@@ -39,7 +46,7 @@ inline constexpr const char* kDestinationHelp =
 void add_from_option(CLI::App& command, std::string& format);
 void add_to_option(CLI::App& command, std::string& format);
 
-// --dim and --offset: what files cannot tell of themselves.
+// --dim and --offset: what files cannot tell of themselves; --follow-links.
 class LayoutArguments {
  public:
   void add_to(CLI::App& command);
@@ -49,6 +56,7 @@ class LayoutArguments {
 
  private:
   std::string dim_, offset_;
+  bool follow_links_ = false;
 };
 
 void add_vocabulary_option(CLI::App& command, std::string& vocabulary, const char* help);  // --vocab

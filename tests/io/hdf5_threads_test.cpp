@@ -66,6 +66,10 @@ WATCH(herr_t, H5Fclose, (hid_t a), (a))
 WATCH(hid_t, H5Dopen2, (hid_t a, const char* b, hid_t c), (a, b, c))
 WATCH(herr_t, H5Dread, (hid_t a, hid_t b, hid_t c, hid_t d, hid_t e, void* f), (a, b, c, d, e, f))
 WATCH(herr_t, H5Dwrite, (hid_t a, hid_t b, hid_t c, hid_t d, hid_t e, const void* f), (a, b, c, d, e, f))
+WATCH(herr_t, H5Dread_chunk, (hid_t a, hid_t b, const hsize_t* c, uint32_t* d, void* e), (a, b, c, d, e))
+WATCH(herr_t, H5Dwrite_chunk, (hid_t a, hid_t b, uint32_t c, const hsize_t* d, size_t e, const void* f), (a, b, c, d, e, f))
+WATCH(herr_t, H5Dget_chunk_storage_size, (hid_t a, const hsize_t* b, hsize_t* c), (a, b, c))
+WATCH(haddr_t, H5Dget_offset, (hid_t a), (a))
 WATCH(herr_t, H5Dclose, (hid_t a), (a))
 WATCH(int, H5Pget_nfilters, (hid_t a), (a))
 WATCH(herr_t, H5Eget_auto2, (hid_t a, H5E_auto2_t* b, void** c), (a, b, c))
@@ -128,18 +132,18 @@ TEST_F(Hdf5ThreadsTest, NoTwoThreadsAreInsideTheLibraryAtOnce) {
   EXPECT_EQ(overlaps.load(), 0);
 }
 
-// The block that is read and the block that is written are both in HDF5 files.
+// The block that is read and the block that is written are both in HDF5 files, and several threads pack and unpack chunks.
 TEST_F(Hdf5ThreadsTest, CopyingBetweenFilesTakesTurns) {
   constexpr std::uint64_t kRows = 3'000'000, kDim = 2;
   std::vector<float> rows(kRows * kDim);
   for (std::size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<float>(i);
-  const auto writer = create_rows(file(0), kRows, kDim, DType::kFloat32);
+  const auto writer = create_rows(file(0), kRows, kDim, DType::kFloat32, {.gzip = 1});
   writer->write(kRows, reinterpret_cast<const std::byte*>(rows.data()));
   writer->finish();
   overlaps = 0;
   {
     const auto reader = open_rows(file(0));
-    const auto copy = create_rows(file(1), kRows, kDim, DType::kFloat32);
+    const auto copy = create_rows(file(1), kRows, kDim, DType::kFloat32, {.gzip = 1});
     std::uint64_t blocks = 0;
     copy_rows(*reader, *copy, DType::kFloat32, 64ULL << 20, [&](std::uint64_t, std::uint64_t) { ++blocks; });
     copy->finish();

@@ -77,6 +77,36 @@ def machine(name: str, ratio: float) -> dict[str, Any]:
                 {"case": "verify", "bytes": 2 << 30, "bytes_per_second": 2e9, "ratio": 0.97},
             ],
         },
+        "convert": {
+            "load": 0.5,
+            "settings": {"rows": 1000, "dim": 256, "rounds": 3, "quick": False, "memory": "256MiB"},
+            "cases": [
+                {
+                    "case": "npy to safetensors",
+                    "bytes": 2 << 30,
+                    "seconds": 20.0,
+                    "bytes_per_second": 107e6,
+                    "peak_resident": 70 << 20,
+                    "reading": "direct",
+                    "writing": "direct",
+                    "beside": "safetensors",
+                    "cp_ratio": 0.97,
+                    "other_ratio": ratio,
+                    "other_peak_resident": 4 << 30,
+                },
+                {
+                    "case": "word2vec text to npy",
+                    "bytes": 1 << 20,
+                    "seconds": 1.0,
+                    "bytes_per_second": 1e6,
+                    "peak_resident": 70 << 20,
+                    "reading": "",
+                    "writing": "direct",
+                    "beside": "gensim",
+                    "error": "out of memory",
+                },
+            ],
+        },
         "ngrams": {
             "rows": 10**9,
             "dim": 128,
@@ -255,6 +285,20 @@ def test_a_gpu_has_a_section_and_a_plot_of_its_own(report: ModuleType, tmp_path:
         assert part in page, part
     assert not any(brace in page for brace in "{}")
     assert 1000 < (tmp_path / "benchmarks" / "gpu.png").stat().st_size < 300 << 10
+
+
+def test_conversions_have_a_section(report: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report.save(report.file_of(tmp_path, "2 cores"), machine("2 cores", 3.2))
+    assert report.main(["--out", str(tmp_path), "draw"]) == 0
+    page = (tmp_path / "benchmarks.md").read_text()
+    for part in (
+        "## Files into files",
+        "**2 cores**: 1,000 x 256 float32, 3 rounds (load 0.5 at the beginning)",
+        "| npy to safetensors | 2,048 MiB | 107 MB/s | 0.97 | 3.20 of safetensors (4,096 MiB) |",
+        "|  | gensim: out of memory | 70 MiB | buffered, direct |",
+    ):
+        assert part in page, part
 
 
 def test_the_gpu_suite_is_left_out_where_there_is_no_device(

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SUITES = ("out_of_core", "bench", "ngrams", "durability", "gpu")
+SUITES = ("out_of_core", "bench", "ngrams", "durability", "convert", "gpu")
 ORDER = [
     "np.memmap",
     "np.memmap, 16 threads",
@@ -105,6 +105,11 @@ def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[
     elif suite == "durability":
         command = [sys.executable, str(ROOT / "tools/bench/durability.py"), "--json", str(out)]
         command += ["--folder", str(args.folder)] + (["--quick"] if args.quick else [])
+    elif suite == "convert":
+        command = [sys.executable, str(ROOT / "tools/bench/convert.py"), "--json", str(out)]
+        command += ["--folder", str(args.folder), "--embermap", find_program()]
+        command += ["--quick"] if args.quick else ["--size", args.size or "8GiB"]
+        command += ["--rounds", str(args.rounds)] if args.rounds is not None else []
     elif suite == "gpu":
         command = [sys.executable, str(ROOT / "tools/bench/gpu.py"), "--json", str(out)]
         for option in ("suite", "cases"):
@@ -943,6 +948,43 @@ def durability_text(machines: list[dict[str, Any]]) -> str:
     return "## Durability\n\n" + "\n".join(out) if out else ""
 
 
+def convert_text(machines: list[dict[str, Any]]) -> str:
+    """Files turned into one another."""
+    out = []
+    for machine in machines:
+        if "convert" not in machine:
+            continue
+        found, rows = machine["convert"], []
+        for case in found["cases"]:
+            other = ""
+            if "other_ratio" in case:
+                other = (
+                    f"{case['other_ratio']:.2f} of {case['beside']} "
+                    f"({mib(case['other_peak_resident'])})"
+                )
+            elif "error" in case:
+                other = f"{case['beside']}: {case['error']}"
+            rows.append(
+                [
+                    case["case"],
+                    mib(case["bytes"]),
+                    f"{case['bytes_per_second'] / 1e6:,.0f} MB/s",
+                    f"{case['cp_ratio']:.2f}" if "cp_ratio" in case else "",
+                    other,
+                    mib(case["peak_resident"]),
+                    f"{case['reading'] or 'buffered'}, {case['writing'] or 'buffered'}",
+                ]
+            )
+        head = ["", "rows", "embermap", "of cp", "beside (resident)", "resident", "read, written"]
+        settings = found["settings"]
+        out.append(
+            f"**{machine['name']}**: {settings['rows']:,} x {settings['dim']} float32, "
+            f"{settings['rounds']} rounds (load {found['load']:.1f} at the beginning)\n\n"
+            + table(head, rows)
+        )
+    return "## Files into files\n\n" + "\n".join(out) if out else ""
+
+
 def size_text(size: float) -> str:
     """Bytes as people say them."""
     for unit, scale in (("GiB", GIB), ("MiB", 1 << 20)):
@@ -1080,6 +1122,7 @@ def draw(folder: Path) -> None:
         "machines": machines_table(machines),
         "bench": bench_text(machines),
         "durability": durability_text(machines),
+        "convert": convert_text(machines),
         "gpu": gpu_text(
             machines,
             "![GB/s to and from the GPU](benchmarks/gpu.png)"
@@ -1116,7 +1159,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     default = Path(os.environ.get("TMPDIR") or "/var/tmp")
     add("--folder", type=Path, default=default, help="where tables are made (TMPDIR, or /var/tmp)")
     for option, what in (
-        ("size", "bytes of the table (8GiB)"),
+        ("size", "bytes of the table (8GiB), and of the files of convert"),
         ("memory", "of each process (a tenth)"),
         ("seconds", "of a timed run"),
         ("rounds", "of each case"),
