@@ -34,8 +34,9 @@ std::string with_slash(const std::string& path) { return path.starts_with('/') ?
 
 struct Found {
   std::string path;
-  std::string text;    // "float32 (1003, 300)"
-  bool table = false;  // numeric, two-dimensional
+  std::string text;            // "float32 (1003, 300)"
+  bool table = false;          // numeric, two-dimensional
+  std::size_t dimensions = 0;  // of one that has rows of numbers
   bool unreadable = false;
 };
 
@@ -99,7 +100,9 @@ class Listing {
     found.text = fmt::format("{} {}", element.text, simple ? shape_to_text(shape) : "without data");
     shape.insert(shape.end(), element.array.begin(), element.array.end());
     const bool numeric = element.element || (element.two_bytes && options_.dtype == DType::kBFloat16);
-    found.table = simple && numeric && shape.size() == 2 && shape[1] > 0;
+    const bool rows = simple && numeric && !shape.empty() && std::find(shape.begin() + 1, shape.end(), 0) == shape.end();
+    found.table = rows && shape.size() == 2;
+    found.dimensions = rows ? shape.size() : 0;
     found_.push_back(std::move(found));
   }
 
@@ -386,6 +389,11 @@ class Hdf5RowReader final : public RowReader {
       const std::vector<Found> found = Listing::of(file_.id(), options);
       std::vector<Found> tables;
       std::copy_if(found.begin(), found.end(), std::back_inserter(tables), [](const Found& one) { return one.table; });
+      // Where there is none of two dimensions, as for other formats: those of more, then those of one.
+      for (const bool more : {true, false})
+        if (tables.empty())
+          std::copy_if(found.begin(), found.end(), std::back_inserter(tables),
+                       [&](const Found& one) { return more ? one.dimensions > 2 : one.dimensions == 1; });
       const auto unreadable = std::find_if(found.begin(), found.end(), [](const Found& one) { return one.unreadable; });
       if (tables.empty() && unreadable != found.end())
         throw FormatError(location_, fmt::format("{} {}", printable(unreadable->path), unreadable->text));
@@ -394,8 +402,8 @@ class Hdf5RowReader final : public RowReader {
         return;
       }
       if (tables.empty())
-        throw NotFound(fmt::format("{}: there is no numeric dataset of two dimensions in it; it holds {}", printable(location_),
-                                   list_text(found, "")));
+        throw NotFound(
+            fmt::format("{}: there is no dataset of numbers in it; it holds {}", printable(location_), list_text(found, "")));
       throw InvalidArgument(fmt::format("{}: {} datasets could be meant; name one, as in {}:{}. It holds {}",
                                         printable(location_), tables.size(), printable(location_), printable(tables.front().path),
                                         list_text(tables, "")));

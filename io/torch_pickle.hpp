@@ -8,6 +8,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/dtype.hpp"
@@ -33,8 +35,35 @@ std::uint64_t torch_item_size(std::string_view dtype);
 // entries.
 std::vector<TorchTensor> read_torch_pickle(const std::filesystem::path& file, std::span<const std::byte> pickle);
 
-// A pickle of protocol 2 that torch.load(weights_only=True) reads: an OrderedDict with one tensor of this shape (C order) under
-// `name`, whose storage has the key "0".
-std::string format_torch_pickle(std::string_view name, std::uint64_t rows, std::uint64_t dim, DType dtype);
+// A number, truth value, text or None of such an object: "param_groups.0.lr", "param_groups.0.betas.1".
+struct TorchScalar {
+  std::string name;
+  std::variant<std::monostate, bool, std::int64_t, double, std::string> value;
+};
+
+// The same with the scalars beside the tensors, in the object's order.
+struct TorchContents {
+  std::vector<TorchTensor> tensors;
+  std::vector<TorchScalar> scalars;
+};
+TorchContents read_torch_contents(const std::filesystem::path& file, std::span<const std::byte> pickle);
+
+// What is saved with torch: tensors (C order) in dictionaries and lists.
+struct TorchTree {
+  struct Tensor {
+    std::size_t storage = 0;  // the record "data/N" of the archive
+    DType dtype = DType::kFloat32;
+    std::vector<std::uint64_t> shape = {};
+  };
+  using Dict = std::vector<std::pair<TorchTree, TorchTree>>;
+  using List = std::vector<TorchTree>;
+  struct Tuple {
+    std::vector<TorchTree> items;
+  };
+  std::variant<std::monostate, bool, std::int64_t, double, std::string, Tensor, Dict, List, Tuple> value;
+};
+
+// A pickle of protocol 2 that torch.load(weights_only=True) reads. The outermost dictionary is an OrderedDict.
+std::string format_torch_pickle(const TorchTree& tree);
 
 }  // namespace embermap

@@ -53,6 +53,11 @@ std::filesystem::path store_of(const std::filesystem::path& file) {
 
 Location parse_with(std::string_view option, const std::string& text, std::string_view format_option, const std::string& format,
                     LocationOptions options) {
+  if (text == "-")
+    throw UsageError(
+        fmt::format("{}: '-', a pipe, is no file: rows are read back and forth, and a new file gets its name when it is "
+                    "whole; name a file ('./-' for one of that name)",
+                    option));
   try {
     if (!format.empty()) options.format = parse_format(format);
   } catch (const InvalidArgument& error) {
@@ -89,16 +94,6 @@ TablePath parse_table_path(const std::string& text, bool with_field) {
   }
   if (result.table.empty() || result.table == "." || result.table == "..") throw fail("names no table");
   return result;
-}
-
-std::filesystem::path store_around(const std::filesystem::path& path) {
-  std::error_code error;
-  std::filesystem::path file = path;
-  for (int links = 0; links < 40 && std::filesystem::is_symlink(file, error); ++links)  // also one that leads to nothing
-    file = file.parent_path() / std::filesystem::read_symlink(file, error);
-  const std::filesystem::path folder =
-      std::filesystem::canonical(file.has_parent_path() ? file.parent_path() : std::filesystem::path("."), error);
-  return !error && is_store(folder) ? folder : std::filesystem::path{};
 }
 
 bool store_at(const std::filesystem::path& path) {
@@ -144,30 +139,25 @@ bool same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
          first.st_ino == second.st_ino;
 }
 
-void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite) {
+void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite, bool whole) {
   const std::filesystem::path& file = destination.file;
   const auto status = status_of(file);
-  const auto refuse_inside_store = [&] {
-    if (const auto store = store_around(file); !store.empty())
-      throw InvalidArgument(
-          fmt::format("{} is in the own directory of the store {}; choose another place", printable(file), printable(store)));
-  };
-  if (!status) return refuse_inside_store();  // free, or a dangling link, which the writer refuses
+  if (!status) return check_outside_stores(file);  // free, or a dangling link, which the writer refuses
   if (S_ISDIR(status->st_mode)) throw IoError(EISDIR, "create", file);
   if (!S_ISREG(status->st_mode))
     throw InvalidArgument(fmt::format("{} is {}; it is not replaced by a file", printable(file), kind_of(status->st_mode)));
   if (const auto store = store_of(file); !store.empty())
     throw InvalidArgument(fmt::format("{} is a file of the store {}; it is not replaced", printable(file), printable(store)));
-  refuse_inside_store();
+  check_outside_stores(file);
   const bool adds = format_adds(destination.format);
-  if (adds && !destination.selector.empty()) return;  // adds to the file, or replaces the one named: the writer looks
+  if (adds && !destination.selector.empty() && !whole) return;  // adds to the file, or replaces the one named: the writer looks
   if (!overwrite) {
     if (!source.empty() && same_file(file, source))
       throw AlreadyExists(
           fmt::format("{} is the source itself; with --overwrite it is replaced when the new file is complete", printable(file)));
     throw AlreadyExists(fmt::format("{} already exists; --overwrite replaces it", printable(file)));
   }
-  if (!adds) return;
+  if (!adds || whole) return;
   std::vector<std::string> lost;
   try {
     const Location there = parse_location(file.native());
