@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "io/file.hpp"
+#include "io/npy.hpp"
 #include "store/store.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -185,7 +187,15 @@ void check_free_space(const std::filesystem::path& directory, const std::filesys
 void check_source_is_whole(const Location& source, std::uint64_t memory) {
   if (source.format != Location::Format::kNpy) return;
   const std::filesystem::path path = store_of(source.file);
-  if (path.empty()) return;
+  if (path.empty()) {
+    // NumPy passes over them too: several arrays may have been saved into one file.
+    const File file = File::open(source.file, File::Mode::kRead);
+    const NpyHeader header = read_npy_header(file);
+    const std::uint64_t end = header.data_offset + header.data_bytes(), size = file.size();
+    if (size > end)
+      warn(fmt::format("{}: {} bytes follow its array, which are not read", printable(source.file), size - end));
+    return;
+  }
   const std::string name = std::filesystem::canonical(source.file).stem().native();
   std::uint64_t missing = 0, pages = 0;
   bool holes_are_right = true;

@@ -48,7 +48,8 @@ bool same_file(const std::filesystem::path& a, const std::filesystem::path& b);
 void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite, bool whole = false);
 
 // Throws FormatError if `source` is the file of a table whose never-written rows are not what the file's holes read as: only the
-// store knows them. Warns if that store cannot be opened, with `memory`, to find out.
+// store knows them. Warns if that store cannot be opened, with `memory`, to find out, and of bytes that follow the array of any
+// other .npy file.
 void check_source_is_whole(const Location& source, std::uint64_t memory);
 
 // Throws IoError (ENOSPC, with both numbers) if the file system of `directory` has less than `bytes` free for `file`: known

@@ -464,3 +464,34 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes(cli, tmp_pat
     )
     torch.save({"weight": torch.zeros(3)}, tmp_path / "model.pt")
     cli.fails("import", tmp_path / "model.pt", table, "--optimizer-state", says=["param_groups"])
+
+
+# --- what a copy says and leaves ------------------------------------------------------------------
+
+
+def test_bytes_behind_an_array_are_told_of(cli, tmp_path, file, values):
+    with file.open("ab") as out:
+        out.write(b"junk")
+    done = cli("convert", file, tmp_path / "y.npy")
+    assert (done.code, "4 bytes follow its array" in done.err) == (0, True)
+    assert np.array_equal(np.load(tmp_path / "y.npy"), values)
+
+
+def test_what_cannot_be_a_file_is_refused(cli, tmp_path, file):
+    for args in (("-", "y.npy"), (file, "-")):
+        done = cli("convert", *args, "--from", "npy", "--to", "npy", cwd=tmp_path)
+        assert (done.code, "a pipe" in done.error) == (2, True)
+    for args in ((tmp_path / "x.parquet", "y.npy"), (file, "y.feather")):
+        done = cli("convert", *args, cwd=tmp_path)
+        assert (done.code, "em.convert" in done.error, "pyarrow" in done.error) == (2, True, True)
+    os.link(file, tmp_path / "hard.npy")
+    (tmp_path / "soft.npy").symlink_to(file)
+    for name in ("hard.npy", "soft.npy"):
+        cli.fails("convert", file, tmp_path / name, says=["the source itself"])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hard.npy", "soft.npy", "x.npy"]
+
+
+@pytest.mark.parametrize("name", ["a b.npy", "déjà vu.npy", "a:b.npy", "x.npz:a:b", "-x.npy"])
+def test_names_of_all_kinds(cli, tmp_path, file, name):
+    cli.ok("convert", "--check", file, f"./{name}", cwd=tmp_path)
+    assert cli.ok("head", f"./{name}", "--json", cwd=tmp_path).json["rows"] == ROWS
