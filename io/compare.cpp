@@ -53,68 +53,94 @@ long double number(DType as, const std::byte* at, std::uint64_t i) {
                              : static_cast<long double>(element<double>(at, i));
 }
 
+// Whole numbers are compared as int64, others as float64, where their bits are not.
+DType widest(DType dtype) { return is_integer(dtype) ? DType::kInt64 : DType::kFloat64; }
+
+// Compares rows that are there, and keeps count.
+class RowCompare {
+ public:
+  RowCompare(DType a, DType b, std::uint64_t dim, bool bits)
+      : dtype_{a}, exact_{bits && a == b}, wide_a_{widest(a)}, wide_b_{widest(b)}, dim_{dim} {
+    if (exact_ && dtype_ != wide_a_) numbers_.resize(2 * dim * item_size(wide_a_));
+    item_ = item_size(exact_ ? dtype_ : wide_a_);
+  }
+  // What rows have to be given as.
+  DType as_a() const noexcept { return exact_ ? dtype_ : wide_a_; }
+  DType as_b() const noexcept { return exact_ ? dtype_ : wide_b_; }
+
+  void row(std::uint64_t number, const std::byte* p, const std::byte* q) {
+    const std::uint64_t row_bytes = dim_ * item_;
+    if (wide_a_ == wide_b_ && std::memcmp(p, q, row_bytes) == 0) return;
+    const std::uint64_t before = out.elements;
+    if (exact_)
+      bits(number, p, q);
+    else
+      for (std::uint64_t c = 0; c < dim_; ++c) element(number, c, p, q, /*same_bits=*/false);
+    if (out.elements != before) ++out.different_rows;
+  }
+
+  RowDifference out;
+
+ private:
+  // Elements whose bits are not the same differ, by what their values do.
+  void bits(std::uint64_t number, const std::byte* p, const std::byte* q) {
+    const std::byte *wide_p = p, *wide_q = q;
+    if (dtype_ != wide_a_) {
+      ConversionReport ignored;
+      wide_p = numbers_.data();
+      wide_q = numbers_.data() + dim_ * item_size(wide_a_);
+      convert_elements(dtype_, p, wide_a_, numbers_.data(), dim_, ignored);
+      convert_elements(dtype_, q, wide_a_, numbers_.data() + dim_ * item_size(wide_a_), dim_, ignored);
+    }
+    for (std::uint64_t c = 0; c < dim_; ++c)
+      element(number, c, wide_p, wide_q, std::memcmp(p + c * item_, q + c * item_, item_) == 0);
+  }
+
+  void element(std::uint64_t number_of_row, std::uint64_t column, const std::byte* p, const std::byte* q, bool same_bits) {
+    if (same_bits) return;
+    const long double u = number(wide_a_, p, column), v = number(wide_b_, q, column);
+    const bool equal = u == v || (std::isnan(u) && std::isnan(v));
+    if (equal && !exact_) return;
+    const double by = equal ? 0 : static_cast<double>(std::abs(u - v));
+    if (out.elements == 0) out.first_row = number_of_row, out.first_column = column;
+    ++out.elements;
+    if (by <= out.largest) return;
+    out.largest = std::isnan(by) ? std::numeric_limits<double>::infinity() : by;
+    out.largest_row = number_of_row;
+    out.largest_column = column;
+  }
+
+  DType dtype_;
+  bool exact_;
+  DType wide_a_, wide_b_;
+  std::uint64_t dim_, item_ = 0;
+  std::vector<std::byte> numbers_;
+};
+
 }  // namespace
 
 RowDifference compare_rows(RowReader& a, RowReader& b, bool bits, std::uint64_t memory, const Progress& progress) {
   if (a.rows() != b.rows() || a.dim() != b.dim())
     throw InvalidArgument(
         fmt::format("{} has {} x {}, {} has {} x {}", a.description(), a.rows(), a.dim(), b.description(), b.rows(), b.dim()));
-  const bool exact = bits && a.dtype() == b.dtype();
-  const DType wide_a = is_integer(a.dtype()) ? DType::kInt64 : DType::kFloat64;
-  const DType wide_b = is_integer(b.dtype()) ? DType::kInt64 : DType::kFloat64;
   const std::uint64_t row =
       checked_mul(a.dim(), item_size(a.dtype()) + item_size(b.dtype()) + 4 * sizeof(double), "bytes of a row");
   if (row > memory)
     throw BudgetError(fmt::format("a row of {} takes {}, more than {}", a.description(), format_size(row), format_size(memory)));
   const std::uint64_t block = std::clamp<std::uint64_t>(std::max(a.block_rows(), b.block_rows()), 1, memory / row);
-  Widened left(a, exact ? a.dtype() : wide_a, block), right(b, exact ? b.dtype() : wide_b, block);
-  const std::uint64_t item = item_size(exact ? a.dtype() : wide_a);
-
-  RowDifference out;
-  const auto differs = [&](std::uint64_t r, std::uint64_t column, double by) {
-    if (out.elements == 0) out.first_row = r, out.first_column = column;
-    ++out.elements;
-    if (!(by <= out.largest))
-      out.largest = std::isnan(by) ? std::numeric_limits<double>::infinity() : by, out.largest_row = r,
-      out.largest_column = column;
-  };
-  std::vector<std::byte> numbers(exact && a.dtype() != wide_a ? 2 * a.dim() * item_size(wide_a) : 0);
+  RowCompare compare(a.dtype(), b.dtype(), a.dim(), bits);
+  Widened left(a, compare.as_a(), block), right(b, compare.as_b(), block);
+  const std::uint64_t bytes_a = a.dim() * item_size(compare.as_a()), bytes_b = a.dim() * item_size(compare.as_b());
   for (std::uint64_t first = 0; first < a.rows();) {
     const std::uint64_t count = std::min(block, a.rows() - first);
     const std::byte* const x = left.read(first, count);
     const std::byte* const y = right.read(first, count);
-    for (std::uint64_t r = 0; r < count; ++r) {
-      const std::uint64_t row_bytes = a.dim() * item;
-      const std::byte* p = x + r * row_bytes;
-      const std::byte* q = y + r * row_bytes;
-      if (wide_a == wide_b && std::memcmp(p, q, row_bytes) == 0) continue;
-      const std::uint64_t before = out.elements;
-      std::vector<bool> other_bits;
-      if (exact) {
-        other_bits.resize(a.dim());
-        for (std::uint64_t c = 0; c < a.dim(); ++c) other_bits[c] = std::memcmp(p + c * item, q + c * item, item) != 0;
-        if (a.dtype() != wide_a) {
-          ConversionReport ignored;
-          std::byte* const wide = numbers.data();
-          convert_elements(a.dtype(), p, wide_a, wide, a.dim(), ignored);
-          convert_elements(a.dtype(), q, wide_a, wide + a.dim() * item_size(wide_a), a.dim(), ignored);
-          p = wide;
-          q = wide + a.dim() * item_size(wide_a);
-        }
-      }
-      for (std::uint64_t c = 0; c < a.dim(); ++c) {
-        const long double u = number(wide_a, p, c), v = number(wide_b, q, c);
-        const bool equal = u == v || (std::isnan(u) && std::isnan(v));
-        if (exact ? !other_bits[c] : equal) continue;
-        differs(first + r, c, equal ? 0 : static_cast<double>(std::abs(u - v)));
-      }
-      if (out.elements != before) ++out.different_rows;
-    }
+    for (std::uint64_t r = 0; r < count; ++r) compare.row(first + r, x + r * bytes_a, y + r * bytes_b);
     first += count;
-    out.rows = first;
+    compare.out.rows = first;
     if (progress) progress(first, a.rows());
   }
-  return out;
+  return compare.out;
 }
 
 }  // namespace embermap

@@ -26,10 +26,10 @@ constexpr std::array kFormats{
     FormatInfo{Format::kHdf5, "hdf5", {".h5", ".hdf5", ".he5"}, true, true, &fit_hdf5, &open_hdf5_rows, &create_hdf5_rows, &list_hdf5, true},
     FormatInfo{Format::kSafetensors, "safetensors", {".safetensors", ".safetensors.index.json"}, true, false, &fit_safetensors, &open_safetensors_rows, &create_safetensors_rows, &list_safetensors, true},
     FormatInfo{Format::kTorch, "torch", {".pt", ".pth", ".bin", ".ckpt"}, true, false, &fit_torch, &open_torch_rows, &create_torch_rows, &list_torch},
-    FormatInfo{Format::kFastTextBinary, "fasttext", {".bin", ".ftz"}, true, false, &fit_fasttext, &open_fasttext_rows, nullptr, &list_fasttext},
-    FormatInfo{Format::kWord2vecText, "word2vec-text", {".vec", ".txt", ".tsv"}, false, false, &fit_word2vec_text, &open_word2vec_text_rows, &create_word2vec_text_rows, nullptr},
-    FormatInfo{Format::kGlove, "glove", {".glove", ".glove.txt", ".txt", ".tsv"}, false, false, &fit_glove, &open_glove_rows, &create_glove_rows, nullptr},
-    FormatInfo{Format::kWord2vecBinary, "word2vec-binary", {".w2v", ".bin"}, false, false, &fit_word2vec_binary, &open_word2vec_binary_rows, &create_word2vec_binary_rows, nullptr},
+    FormatInfo{Format::kFastTextBinary, "fasttext", {".bin", ".ftz"}, true, false, &fit_fasttext, &open_fasttext_rows, nullptr, &list_fasttext, false, true},
+    FormatInfo{Format::kWord2vecText, "word2vec-text", {".vec", ".txt", ".tsv"}, false, false, &fit_word2vec_text, &open_word2vec_text_rows, &create_word2vec_text_rows, nullptr, false, true},
+    FormatInfo{Format::kGlove, "glove", {".glove", ".glove.txt", ".txt", ".tsv"}, false, false, &fit_glove, &open_glove_rows, &create_glove_rows, nullptr, false, true},
+    FormatInfo{Format::kWord2vecBinary, "word2vec-binary", {".w2v", ".bin"}, false, false, &fit_word2vec_binary, &open_word2vec_binary_rows, &create_word2vec_binary_rows, nullptr, false, true},
     FormatInfo{Format::kVecs, "vecs", {".fvecs", ".bvecs", ".ivecs"}, false, false, nullptr, &open_vecs_rows, &create_vecs_rows, nullptr},
     FormatInfo{Format::kBin, "bin", {".fbin", ".u8bin", ".i8bin", ".ibin", ".f16bin"}, false, false, nullptr, &open_bin_rows, &create_bin_rows, nullptr},
     FormatInfo{Format::kRaw, "raw", {".raw"}, false, false, nullptr, &open_raw_rows, &create_raw_rows, nullptr},
@@ -177,10 +177,7 @@ bool format_compresses(Location::Format format) { return format_info(format).com
 bool format_has_members(Location::Format format) { return format_info(format).members; }
 bool format_adds(Location::Format format) { return format_info(format).adds; }
 
-bool format_has_words(Location::Format format) {
-  return format == Format::kWord2vecText || format == Format::kGlove || format == Format::kWord2vecBinary ||
-         format == Format::kFastTextBinary;
-}
+bool format_has_words(Location::Format format) { return format_info(format).words; }
 
 std::vector<Entry> list_entries(const std::filesystem::path& file, Location::Format format) {
   const FormatInfo& info = format_info(format);

@@ -37,6 +37,7 @@ struct FormatInfo {
                                        const WriteOptions& options);
   std::vector<Entry> (*list)(const std::filesystem::path& file);  // nullptr: one array, described by what `open` finds
   bool adds = false;                                              // see format_adds()
+  bool words = false;                                             // every row has one: see format_has_words()
 };
 
 // All formats, those whose names are tried first first.

@@ -149,6 +149,7 @@ class NpzRowWriter final : public RowWriter {
  private:
   void copy_others(const File& from, ZipWriter& to) const {
     const ZipDirectory directory(from);
+    to.set_comment(directory.comment());
     for (const ZipMember& member : directory.members()) {
       if (member.name != member_) {
         to.copy(from, directory, member);

@@ -30,16 +30,32 @@ std::string compressing_formats() {
   return out;
 }
 
+// Files of columns, which only the Python package reads, through pyarrow.
+void refuse_columns(std::string_view text, std::string_view path) {
+  for (const std::string_view extension : {".parquet", ".pq", ".arrow", ".feather", ".ipc"}) {
+    if (path.size() < extension.size()) continue;
+    const std::string_view end = path.substr(path.size() - extension.size());
+    if (!std::equal(end.begin(), end.end(), extension.begin(), [](unsigned char a, char b) { return std::tolower(a) == b; }))
+      continue;
+    throw InvalidArgument(
+        fmt::format("'{}': Parquet and Arrow files are read and written by the Python package alone, with pyarrow (pip install "
+                    "pyarrow): em.convert(src, dst), em.io.open(path)",
+                    printable(text)));
+  }
+}
+
 [[noreturn]] void throw_unknown(std::string_view text, bool there) {
+  refuse_columns(text, text);
+  if (const std::size_t colon = text.rfind(':'); colon != std::string_view::npos) refuse_columns(text, text.substr(0, colon));
   std::string known;
   for (const FormatInfo& info : formats())
     for (const std::string_view extension : info.extensions)
       if (!extension.empty() && known.find(fmt::format("{},", extension)) == std::string::npos)
         known += fmt::format("{}, ", extension);
   known.resize(known.size() - 2);
-  throw InvalidArgument(
-      fmt::format("'{}': {} known here ({})", printable(text),
-                  there ? "neither its content nor its extension names a format" : "the extension names no format", known));
+  throw InvalidArgument(fmt::format("'{}': {} a format known here ({})", printable(text),
+                                    there ? "neither its content nor its extension names" : "its extension does not name",
+                                    known));
 }
 
 // By the name alone. Throws InvalidArgument where several formats share it.
@@ -126,8 +142,8 @@ std::unique_ptr<RowReader> open_rows_as(const Location& location, std::optional<
   named.dtype = to;
   const bool text = location.format == Location::Format::kWord2vecText || location.format == Location::Format::kGlove;
   if (!options.dtype && to && (location.format == Location::Format::kRaw || text)) {
-    // Numbers of text become what they are asked for: float64 holds those of float32 no better, and whole numbers much better.
-    if (text) named.dtype = to == DType::kFloat64 || !is_floating(*to) ? DType::kFloat64 : DType::kFloat32;
+    // Numbers of text become what they are asked for: whole ones are read as such, beyond 2^53 too.
+    if (text) named.dtype = !is_floating(*to) ? DType::kInt64 : to == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
     return open_rows(location, named);
   }
   if (options.dtype || to != DType::kBFloat16) return open_rows(location, options);

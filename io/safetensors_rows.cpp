@@ -235,7 +235,15 @@ std::vector<Entry> list_safetensors(const std::filesystem::path& path) {
   const File file = File::open(path, File::Mode::kRead);
   if (is_index(file)) {
     const auto files = read_safetensors_index(path);
-    for (const Shard& shard : all_shards(path, files))
+    const std::vector<Shard> shards = all_shards(path, files);
+    for (const auto& [name, shard_name] : files) {
+      const auto shard =
+          std::find_if(shards.begin(), shards.end(), [&](const Shard& one) { return one.path == beside(path, shard_name); });
+      const auto& tensors = shard->header.tensors;
+      if (std::none_of(tensors.begin(), tensors.end(), [&](const SafeTensor& tensor) { return tensor.name == name; }))
+        throw FormatError(path, fmt::format("says that '{}' is in {}, where it is not", printable(name), printable(shard->path)));
+    }
+    for (const Shard& shard : shards)
       add(shard.header, fmt::format("in {}", shard.path.filename().native()), [&](const std::string& name) {
         const auto found = files.find(name);
         return found != files.end() && beside(path, found->second) == shard.path;

@@ -51,7 +51,7 @@ std::string shown(std::string_view text) {
   return text.size() <= kMost ? printable(text) : printable(text.substr(0, kMost)) + "...";
 }
 
-enum class Number { kGood, kTooLarge, kNone };
+enum class Number { kGood, kTooLarge, kNotWhole, kNone };
 
 // Whether a decimal number that its type cannot hold is too large, or else too small: the place of its first digit that is not 0
 // decides.
@@ -88,25 +88,43 @@ template <class T>
 inline Number parse_number(const char*& at, const char* end, T& out) {
   const char* begin = at;
   if (begin != end && *begin == '+' && end - begin > 1 && begin[1] != '-') ++begin;
-  const auto [next, error] = std::from_chars(begin, end, out);
-  if (error == std::errc()) {
-    at = next;
+  if constexpr (std::is_same_v<T, std::int64_t>) {
+    const auto [behind, wrong] = std::from_chars(begin, end, out);
+    if (wrong == std::errc() && (behind == end || is_blank(*behind))) {
+      at = behind;
+      return Number::kGood;
+    }
+    // "3.0", "1e5": whole as well, and exact as long as a double is.
+    constexpr double kExact = 9007199254740992.0;
+    double real = 0;
+    const char* from = at;
+    const Number found = parse_number(from, end, real);
+    if (found != Number::kGood) return found == Number::kTooLarge ? Number::kNotWhole : found;
+    if (std::trunc(real) != real || std::fabs(real) > kExact) return Number::kNotWhole;  // also for NaN
+    out = static_cast<std::int64_t>(real);
+    at = from;
     return Number::kGood;
-  }
-  if (error != std::errc::result_out_of_range) return Number::kNone;
-  const std::string_view text(begin, static_cast<std::size_t>(next - begin));
-  if (is_too_large(text)) return Number::kTooLarge;
-  if constexpr (std::is_same_v<T, float>) {  // what is left of it, if anything
-    double wide = 0;
-    if (std::from_chars(begin, end, wide).ec == std::errc()) {
-      out = static_cast<float>(wide);
+  } else {
+    const auto [next, error] = std::from_chars(begin, end, out);
+    if (error == std::errc()) {
       at = next;
       return Number::kGood;
     }
+    if (error != std::errc::result_out_of_range) return Number::kNone;
+    const std::string_view text(begin, static_cast<std::size_t>(next - begin));
+    if (is_too_large(text)) return Number::kTooLarge;
+    if constexpr (std::is_same_v<T, float>) {  // what is left of it, if anything
+      double wide = 0;
+      if (std::from_chars(begin, end, wide).ec == std::errc()) {
+        out = static_cast<float>(wide);
+        at = next;
+        return Number::kGood;
+      }
+    }
+    out = text.starts_with('-') ? -T{0} : T{0};
+    at = next;
+    return Number::kGood;
   }
-  out = text.starts_with('-') ? -T{0} : T{0};
-  at = next;
-  return Number::kGood;
 }
 
 template <class T>
@@ -150,7 +168,9 @@ std::string_view word_before_numbers(std::string_view before, std::string_view n
 }
 
 template <class T>
-constexpr const char* kTypeName = std::is_same_v<T, float> ? "float32" : "float64";
+constexpr const char* kTypeName = std::is_same_v<T, float>    ? "float32"
+                                  : std::is_same_v<T, double> ? "float64"
+                                                              : "int64";
 
 // The way of lines that are not plain: words with blanks, and everything that is wrong.
 template <class T>
@@ -170,10 +190,12 @@ std::string parse_odd_row(std::string_view line, std::uint64_t dim, T* out, std:
     if (found == Number::kTooLarge)
       return fmt::format("column {}: '{}' is more than {} can hold{}", column, shown(field), kTypeName<T>,
                          std::is_same_v<T, float> ? " (float64 as the source's dtype may)" : "");
+    if (found == Number::kNotWhole)
+      return fmt::format("column {}: '{}' is no whole number that {} can hold", column, shown(field), kTypeName<T>);
     if (found == Number::kNone || at != end) return fmt::format("column {}: '{}' is no number", column, shown(field));
   }
   // "1 2 3 4" with three columns: four numbers in a row of three, and no word "1 2"; ". . ." is one, and "to name@host" too.
-  if (ends_with_numbers<T>(without_blanks_behind(rest)))
+  if (ends_with_numbers<std::conditional_t<std::is_integral_v<T>, double, T>>(without_blanks_behind(rest)))
     return fmt::format("has {} numbers, {} are expected: '{}'", numbers, dim, shown(line));
   word = word_before_numbers(rest, line.substr(rest.size()));
   return {};
@@ -271,6 +293,7 @@ std::string parse_text_row(std::string_view line, std::uint64_t dim, T* out, std
 }
 template std::string parse_text_row(std::string_view, std::uint64_t, float*, std::string_view&);
 template std::string parse_text_row(std::string_view, std::uint64_t, double*, std::string_view&);
+template std::string parse_text_row(std::string_view, std::uint64_t, std::int64_t*, std::string_view&);
 
 void format_text_row(std::string_view word, DType dtype, const std::byte* row, std::uint64_t dim, std::string& out, char blank) {
   out.append(word);
@@ -311,9 +334,9 @@ class TextVectorReader final : public RowReader {
       throw NotFound(
           fmt::format("{}: there is no '{}' in it, a text file holds one table", where_, printable(location.selector)));
     dtype_ = options.dtype.value_or(DType::kFloat32);
-    if (dtype_ != DType::kFloat32 && dtype_ != DType::kFloat64)
-      throw DTypeError(fmt::format("{}: numbers of text are read as float32 or float64, not as {} (convert them after)", where_,
-                                   dtype_name(dtype_)));
+    if (dtype_ != DType::kFloat32 && dtype_ != DType::kFloat64 && dtype_ != DType::kInt64)
+      throw DTypeError(fmt::format("{}: numbers of text are read as float32, float64 or int64, not as {} (convert them after)",
+                                   where_, dtype_name(dtype_)));
     const std::uint64_t size = file_.size();
     if (size == 0) throw FormatError(location.file, "is empty");
     stream_ = FileStream(file_, 0, end_of_text(size));
@@ -349,6 +372,8 @@ class TextVectorReader final : public RowReader {
       find_lines(count - done);
       if (dtype_ == DType::kFloat32)
         parse_lines<float>(out + done * row_bytes);
+      else if (dtype_ == DType::kInt64)
+        parse_lines<std::int64_t>(out + done * row_bytes);
       else
         parse_lines<double>(out + done * row_bytes);
       if (words_)

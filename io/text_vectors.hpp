@@ -20,10 +20,10 @@ std::optional<Word2vecHeader> parse_word2vec_header(std::string_view line);
 // How many numbers a line may have at most: fields behind its first one, which is (the beginning of) a word.
 std::uint64_t count_numbers(std::string_view line);
 
-// Parses a line without its end into `dim` numbers of float32 or float64. The word is what stands before them and one blank, and
-// may hold, begin and end with blanks, unless numbers alone follow its first part: those are numbers too many. Where numbers are
-// more than one blank apart, columns are aligned, and no blanks end the word. Blanks are spaces and tabs; those at the end of the
-// line are ignored. Returns what is wrong, empty if nothing is.
+// Parses a line without its end into `dim` numbers of float32, float64 or int64. The word is what stands before them and one
+// blank, and may hold, begin and end with blanks, unless numbers alone follow its first part: those are numbers too many. Where
+// numbers are more than one blank apart, columns are aligned, and no blanks end the word. Blanks are spaces and tabs; those at
+// the end of the line are ignored. Returns what is wrong, empty if nothing is.
 template <class T>
 std::string parse_text_row(std::string_view line, std::uint64_t dim, T* out, std::string_view& word);
 

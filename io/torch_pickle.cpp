@@ -4,12 +4,15 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <optional>
 #include <unordered_map>
 #include <utility>
 
+#include "base/checked.hpp"
 #include "base/error.hpp"
 #include "io/elements.hpp"
 
@@ -102,9 +105,11 @@ class Machine {
 
   struct Ended {};
 
-  std::vector<TorchTensor> run() {
+  // With `scalars`, also what is neither tensor nor container.
+  TorchContents run(bool scalars) {
+    want_scalars_ = scalars;
     collect(value());
-    return std::move(found_);
+    return {std::move(found_), std::move(scalars_)};
   }
 
   // The object of the pickle; `used()` bytes are its.
@@ -161,6 +166,11 @@ class Machine {
     std::uint64_t out = 0;
     const auto from = take(bytes);
     for (std::size_t i = bytes; i-- > 0;) out = out << 8 | std::to_integer<std::uint64_t>(from[i]);
+    return out;
+  }
+  std::uint64_t big_endian(std::size_t bytes) {
+    std::uint64_t out = 0;
+    for (const std::byte one : take(bytes)) out = out << 8 | std::to_integer<std::uint64_t>(one);
     return out;
   }
   std::string text(std::uint64_t bytes) {
@@ -274,8 +284,7 @@ class Machine {
       case 0x8a: long_integer(number(1)); return true;
       case 0x8b: long_integer(number(4)); return true;
       case 'G':
-        take(8);
-        push(make(Kind::kFloat));
+        push(make(Kind::kFloat, static_cast<std::int64_t>(big_endian(8))));  // the bits
         return true;
       case 'X': push(make(Kind::kText, 0, text(number(4)))); return true;
       case 0x8c: push(make(Kind::kText, 0, text(number(1)))); return true;
@@ -562,6 +571,20 @@ class Machine {
       out.name = name;
       found_.push_back(std::move(out));
     };
+    const auto take_scalar = [&](const Node& value) {
+      TorchScalar out{name, {}};
+      if (value.kind == Kind::kBool)
+        out.value = value.number != 0;
+      else if (value.kind == Kind::kInteger)
+        out.value = value.number;
+      else if (value.kind == Kind::kFloat)
+        out.value = std::bit_cast<double>(value.number);
+      else if (value.kind == Kind::kText)
+        out.value = value.text;
+      else if (value.kind != Kind::kNone)
+        return;
+      scalars_.push_back(std::move(out));
+    };
     const auto container = [](const Node& value) {
       return value.kind == Kind::kDict || value.kind == Kind::kList || value.kind == Kind::kTuple;
     };
@@ -580,7 +603,7 @@ class Machine {
       if (++entries > kMostEntries) fail(fmt::format("more than {} entries", kMostEntries));
       const std::size_t index = level.next++;
       const Node& value = node(holder.items[index * stride + stride - 1]);
-      if (value.kind != Kind::kTensor && !container(value)) continue;
+      if (value.kind != Kind::kTensor && !container(value) && !want_scalars_) continue;
       name.resize(level.name_bytes);
       if (levels.size() > 1) name += '.';
       if (holder.kind == Kind::kDict) {
@@ -599,6 +622,8 @@ class Machine {
       if (names_bytes_ > kMostNameBytes) fail(fmt::format("names of more than {} bytes in all", kMostNameBytes));
       if (value.kind == Kind::kTensor) {
         take_tensor(value);
+      } else if (!container(value)) {
+        take_scalar(value);
       } else {
         if (levels.size() == kDeepest) fail(fmt::format("nested more than {} deep", kDeepest));
         levels.push_back({holder.items[index * stride + stride - 1], 0, name.size()});
@@ -618,6 +643,8 @@ class Machine {
   std::unordered_map<std::uint64_t, Ref> memo_;
   std::vector<TorchTensor> tensors_, found_;
   std::unordered_map<std::string, LegacyTorch::Storage> storages_;
+  bool want_scalars_ = false;
+  std::vector<TorchScalar> scalars_;
   std::uint64_t held_ = 0, names_bytes_ = 0;
 };
 
@@ -633,18 +660,91 @@ void put_text(std::string& out, std::string_view text) {
   out += text;
 }
 
-void put_integer(std::string& out, std::uint64_t value) {
-  if (value < 256) {
+void put_integer(std::string& out, std::int64_t value) {
+  if (value >= 0 && value < 256) {
     out += 'K';
-    put_number(out, value, 1);
-  } else if (value < 0x80000000U) {
+    put_number(out, static_cast<std::uint64_t>(value), 1);
+  } else if (value >= std::numeric_limits<std::int32_t>::min() && value <= std::numeric_limits<std::int32_t>::max()) {
     out += 'J';
-    put_number(out, value, 4);
+    put_number(out, static_cast<std::uint64_t>(value), 4);
   } else {
-    out += "\x8a\x09"sv;  // with a byte of zeros, so that it is not negative
-    put_number(out, value, 8);
-    out += '\0';
+    out += "\x8a\x08"sv;
+    put_number(out, static_cast<std::uint64_t>(value), 8);
   }
+}
+
+void put_count(std::string& out, std::uint64_t value) {
+  if (value > static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max()))
+    throw InvalidArgument(fmt::format("a tensor with a size of {}", value));
+  put_integer(out, static_cast<std::int64_t>(value));
+}
+
+void put_counts(std::string& out, const std::vector<std::uint64_t>& values) {
+  out += '(';
+  for (const std::uint64_t value : values) put_count(out, value);
+  out += 't';
+}
+
+void put_tensor(std::string& out, const TorchTree::Tensor& tensor) {
+  const auto known =
+      std::find_if(kKnown.begin(), kKnown.end(), [&](const Known& one) { return one.dtype == dtype_name(tensor.dtype); });
+  std::uint64_t elements = 1;
+  std::vector<std::uint64_t> strides(tensor.shape.size());
+  for (std::size_t i = tensor.shape.size(); i-- > 0;) {
+    strides[i] = std::max<std::uint64_t>(elements, 1);
+    elements = checked_mul(elements, tensor.shape[i], "elements of a tensor");
+  }
+  out += "ctorch._utils\n_rebuild_tensor_v2\n(("sv;
+  put_text(out, "storage");
+  out += fmt::format("ctorch\n{}\n", known->storage);
+  put_text(out, fmt::format("{}", tensor.storage));
+  put_text(out, "cpu");
+  put_count(out, elements);
+  out += "tQ"sv;
+  put_integer(out, 0);
+  put_counts(out, tensor.shape);
+  put_counts(out, strides);
+  out +=
+      "\x89"
+      "ccollections\nOrderedDict\n)RtR"sv;
+}
+
+void put_value(std::string& out, const TorchTree& tree, bool outermost) {
+  struct Put {
+    std::string& out;
+    bool outermost;
+    void operator()(std::monostate) const { out += 'N'; }
+    void operator()(bool value) const { out += value ? '\x88' : '\x89'; }
+    void operator()(std::int64_t value) const { put_integer(out, value); }
+    void operator()(double value) const {
+      out += 'G';
+      const auto bits = std::bit_cast<std::uint64_t>(value);
+      for (std::size_t i = 8; i-- > 0;) out += static_cast<char>(bits >> (8 * i) & 0xFF);
+    }
+    void operator()(const std::string& value) const { put_text(out, value); }
+    void operator()(const TorchTree::Tensor& value) const { put_tensor(out, value); }
+    void operator()(const TorchTree::Dict& value) const {
+      out += outermost ? "ccollections\nOrderedDict\n)R"sv : "}"sv;
+      for (const auto& [key, item] : value) {
+        put_value(out, key, false);
+        put_value(out, item, false);
+        out += 's';
+      }
+    }
+    void operator()(const TorchTree::List& value) const {
+      out += ']';
+      for (const TorchTree& item : value) {
+        put_value(out, item, false);
+        out += 'a';
+      }
+    }
+    void operator()(const TorchTree::Tuple& value) const {
+      out += '(';
+      for (const TorchTree& item : value.items) put_value(out, item, false);
+      out += 't';
+    }
+  };
+  std::visit(Put{out, outermost}, tree.value);
 }
 
 }  // namespace
@@ -656,10 +756,11 @@ std::uint64_t torch_item_size(std::string_view dtype) {
 }
 
 std::vector<TorchTensor> read_torch_pickle(const std::filesystem::path& file, std::span<const std::byte> pickle) {
-  return Machine(file, pickle).run();
+  return Machine(file, pickle).run(/*scalars=*/false).tensors;
 }
 
-std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, std::span<const std::byte> head, bool whole) {
+std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, std::span<const std::byte> head, bool whole,
+                                             bool scalars) {
   LegacyTorch out;
   const auto rest = [&] { return head.subspan(out.data); };
   try {
@@ -676,7 +777,9 @@ std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, 
     system.value();
     out.data += system.used();
     Machine saved(file, rest(), !whole);
-    out.tensors = saved.run();
+    TorchContents contents = saved.run(scalars);
+    out.tensors = std::move(contents.tensors);
+    out.scalars = std::move(contents.scalars);
     out.data += saved.used();
     Machine list(file, rest(), !whole);
     for (const std::string& key : list.texts(list.value())) {
@@ -692,29 +795,14 @@ std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, 
   return out;
 }
 
-std::string format_torch_pickle(std::string_view name, std::uint64_t rows, std::uint64_t dim, DType dtype) {
-  const auto known = std::find_if(kKnown.begin(), kKnown.end(), [&](const Known& one) { return one.dtype == dtype_name(dtype); });
+TorchContents read_torch_contents(const std::filesystem::path& file, std::span<const std::byte> pickle) {
+  return Machine(file, pickle).run(/*scalars=*/true);
+}
+
+std::string format_torch_pickle(const TorchTree& tree) {
   std::string out = "\x80\x02";
-  out += "ccollections\nOrderedDict\n)R"sv;
-  put_text(out, name);
-  out += "ctorch._utils\n_rebuild_tensor_v2\n(("sv;
-  put_text(out, "storage");
-  out += fmt::format("ctorch\n{}\n", known->storage);
-  put_text(out, "0");
-  put_text(out, "cpu");
-  put_integer(out, rows * dim);
-  out += "tQ"sv;
-  put_integer(out, 0);
-  put_integer(out, rows);
-  put_integer(out, dim);
-  out += '\x86';
-  put_integer(out, dim);
-  put_integer(out, 1);
-  out += '\x86';
-  out +=
-      "\x89"
-      "ccollections\nOrderedDict\n)RtRs."sv;
-  return out;
+  put_value(out, tree, /*outermost=*/true);
+  return out + '.';
 }
 
 }  // namespace embermap

@@ -9,6 +9,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "base/dtype.hpp"
@@ -34,6 +36,19 @@ std::uint64_t torch_item_size(std::string_view dtype);
 // entries.
 std::vector<TorchTensor> read_torch_pickle(const std::filesystem::path& file, std::span<const std::byte> pickle);
 
+// A number, truth value, text or None of such an object: "param_groups.0.lr", "param_groups.0.betas.1".
+struct TorchScalar {
+  std::string name;
+  std::variant<std::monostate, bool, std::int64_t, double, std::string> value;
+};
+
+// The same with the scalars beside the tensors, in the object's order.
+struct TorchContents {
+  std::vector<TorchTensor> tensors;
+  std::vector<TorchScalar> scalars;
+};
+TorchContents read_torch_contents(const std::filesystem::path& file, std::span<const std::byte> pickle);
+
 // What a file of torch before 1.6, or of _use_new_zipfile_serialization=False, begins with: five pickles, one behind the other.
 // From byte `data` on lie the storages in this order: the number of elements, int64, then the elements, all little-endian.
 struct LegacyTorch {
@@ -42,16 +57,32 @@ struct LegacyTorch {
     std::uint64_t elements = 0, item_bytes = 0;
   };
   std::vector<TorchTensor> tensors;
+  std::vector<TorchScalar> scalars;  // where they were asked for
   std::vector<Storage> storages;
   std::uint64_t data = 0;
 };
 
 // `head`: the first bytes of such a file. Nothing where they end inside the pickles, unless they are the `whole` file. Otherwise
 // as read_torch_pickle().
-std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, std::span<const std::byte> head, bool whole);
+std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, std::span<const std::byte> head, bool whole,
+                                             bool scalars = false);
 
-// A pickle of protocol 2 that torch.load(weights_only=True) reads: an OrderedDict with one tensor of this shape (C order) under
-// `name`, whose storage has the key "0".
-std::string format_torch_pickle(std::string_view name, std::uint64_t rows, std::uint64_t dim, DType dtype);
+// What is saved with torch: tensors (C order) in dictionaries and lists.
+struct TorchTree {
+  struct Tensor {
+    std::size_t storage = 0;  // the record "data/N" of the archive
+    DType dtype = DType::kFloat32;
+    std::vector<std::uint64_t> shape = {};
+  };
+  using Dict = std::vector<std::pair<TorchTree, TorchTree>>;
+  using List = std::vector<TorchTree>;
+  struct Tuple {
+    std::vector<TorchTree> items;
+  };
+  std::variant<std::monostate, bool, std::int64_t, double, std::string, Tensor, Dict, List, Tuple> value;
+};
+
+// A pickle of protocol 2 that torch.load(weights_only=True) reads. The outermost dictionary is an OrderedDict.
+std::string format_torch_pickle(const TorchTree& tree);
 
 }  // namespace embermap

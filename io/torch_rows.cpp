@@ -16,6 +16,7 @@
 #include "io/addition.hpp"
 #include "io/elements.hpp"
 #include "io/formats.hpp"
+#include "io/torch_file.hpp"
 #include "io/torch_pickle.hpp"
 #include "io/zip.hpp"
 
@@ -60,11 +61,11 @@ struct StoragePlace {
 };
 
 struct Archive {
-  explicit Archive(const std::filesystem::path& path) : file{File::open(path, File::Mode::kRead)} {
+  explicit Archive(const std::filesystem::path& path, bool with_scalars = false) : file{File::open(path, File::Mode::kRead)} {
     std::array<std::byte, 512> buffer;
     const auto head = std::span<const std::byte>(buffer).first(file.read_some(0, buffer));
     if (begins_like_legacy(head)) {
-      read_legacy();
+      read_legacy(with_scalars);
       return;
     }
     if (!begins_like_zip(head)) {
@@ -85,7 +86,13 @@ struct Archive {
       swap = text == "big";
     }
     const std::string pickle = record(*directory->find(prefix + std::string(kPickle)), kLargestPickle);
-    tensors = read_torch_pickle(path, std::as_bytes(std::span(pickle)));
+    TorchContents contents;
+    if (with_scalars)
+      contents = read_torch_contents(path, std::as_bytes(std::span(pickle)));
+    else
+      contents.tensors = read_torch_pickle(path, std::as_bytes(std::span(pickle)));
+    tensors = std::move(contents.tensors);
+    scalars = std::move(contents.scalars);
   }
 
   std::string record(const ZipMember& member, std::uint64_t most) const {
@@ -104,7 +111,7 @@ struct Archive {
   }
 
   // A file without an archive: pickles, then the storages.
-  void read_legacy() {
+  void read_legacy(bool with_scalars) {
     const std::uint64_t size = file.size();
     std::optional<LegacyTorch> found;
     std::vector<std::byte> head;
@@ -115,9 +122,10 @@ struct Archive {
       const std::uint64_t held = head.size();
       head.resize(bytes);
       file.read(held, std::span(head).subspan(held));
-      found = read_legacy_torch(file.path(), head, bytes == size);
+      found = read_legacy_torch(file.path(), head, bytes == size, with_scalars);
     }
     tensors = std::move(found->tensors);
+    scalars = std::move(found->scalars);
     std::uint64_t at = found->data;
     for (const LegacyTorch::Storage& storage : found->storages) {
       std::array<std::byte, 8> number{};
@@ -156,6 +164,7 @@ struct Archive {
   std::string prefix;
   bool swap = false;
   std::vector<TorchTensor> tensors;
+  std::vector<TorchScalar> scalars;
 };
 
 std::optional<ElementFormat> element_of(const TorchTensor& tensor, bool swap) {
@@ -265,7 +274,9 @@ class TorchRowWriter final : public RowWriter {
         zip_{temporary_.file()} {
     const std::uint64_t bytes = checked_mul(rows, row_bytes_, "bytes of the tensor");
     temporary_.file().reserve(bytes);
-    add("archive/data.pkl", format_torch_pickle(location.selector.empty() ? "weight" : location.selector, rows, dim, dtype));
+    add("archive/data.pkl", format_torch_pickle(TorchTree{
+                                TorchTree::Dict{{TorchTree{location.selector.empty() ? std::string("weight") : location.selector},
+                                                 TorchTree{TorchTree::Tensor{0, dtype, {rows, dim}}}}}}));
     add("archive/byteorder", "little");
     zip_.begin("archive/data/0", bytes, /*level=*/-1, kAlign);
   }
@@ -313,6 +324,41 @@ std::vector<Entry> list_torch(const std::filesystem::path& path) {
   for (const TorchTensor& tensor : archive.tensors)
     out.push_back({tensor.name, tensor.shape, tensor.dtype, bytes_of(tensor), layout_of(archive, tensor)});
   return out;
+}
+
+TorchContents read_torch_file(const std::filesystem::path& path) {
+  Archive archive(path, /*with_scalars=*/true);
+  for (const TorchTensor& tensor : archive.tensors) {
+    if (!tensor.shape.empty()) continue;
+    const std::optional<ElementFormat> element = element_of(tensor, archive.swap);
+    const std::optional<StoragePlace> place = archive.storage(tensor);
+    if (!element || !place) continue;
+    const std::uint64_t item = item_size(element->dtype);
+    if (tensor.offset >= place->bytes / item)
+      throw FormatError(
+          path, fmt::format("the storage '{}' of '{}' has {} bytes, not {} elements of {} bytes", printable(tensor.storage),
+                            printable(tensor.name), place->bytes, tensor.storage_elements, item));
+    std::array<std::byte, 8> bytes{};
+    const auto value = std::span(bytes).first(item);
+    if (place->member != nullptr)
+      ZipMemberReader(archive.file, *archive.directory, *place->member, /*check=*/false).read(tensor.offset * item, value);
+    else
+      archive.file.read(place->offset + tensor.offset * item, value);
+    if (element->swap) std::reverse(value.begin(), value.end());
+    TorchScalar scalar{tensor.name, {}};
+    ConversionReport ignored;
+    if (is_floating(element->dtype)) {
+      double number = 0;
+      convert_elements(element->dtype, bytes.data(), DType::kFloat64, reinterpret_cast<std::byte*>(&number), 1, ignored);
+      scalar.value = number;
+    } else {
+      std::int64_t number = 0;
+      convert_elements(element->dtype, bytes.data(), DType::kInt64, reinterpret_cast<std::byte*>(&number), 1, ignored);
+      scalar.value = number;
+    }
+    archive.scalars.push_back(std::move(scalar));
+  }
+  return {std::move(archive.tensors), std::move(archive.scalars)};
 }
 
 std::unique_ptr<RowReader> open_torch_rows(const Location& location, const ReadOptions& options) {

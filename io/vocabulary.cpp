@@ -48,7 +48,9 @@ void VocabularyWriter::finish(std::uint64_t rows) {
 VocabularyReader::VocabularyReader(const std::filesystem::path& file)
     : file_{File::open(file, File::Mode::kRead)}, stream_{file_, 0, file_.size()} {
   std::uint64_t line = 0;  // bytes of it so far
+  index_.add(0, 0);
   while (stream_.left() > 0) {
+    const std::uint64_t block = stream_.position();
     const std::string_view text = stream_.peek_text(1);
     for (std::size_t at = 0; at < text.size();) {
       const std::size_t end = text.find('\n', at);
@@ -62,6 +64,7 @@ VocabularyReader::VocabularyReader(const std::filesystem::path& file)
       if (words_ == 0) crlf_ = line > 0 && (bytes > 0 ? text[end - 1] == '\r' : crlf_);
       ++at;
       ++words_;
+      index_.add(words_, block + at);
       line = 0;
     }
     if (words_ == 0) crlf_ = text.ends_with('\r');  // its line ends in the next block
@@ -72,7 +75,7 @@ VocabularyReader::VocabularyReader(const std::filesystem::path& file)
 }
 
 void VocabularyReader::read(std::uint64_t row, std::string& word) {
-  if (row == 0 && next_ > 0) {
+  if (row == 0 && next_ > 0) {  // again
     stream_.seek(0);
     next_ = 0;
   }
@@ -88,6 +91,18 @@ void VocabularyReader::read(std::uint64_t row, std::string& word) {
   }
   if (crlf_ && word.ends_with('\r')) word.pop_back();
   ++next_;
+}
+
+void VocabularyReader::find(std::uint64_t row, std::string& word) {
+  if (row < next_ || row - next_ > 1024) {
+    const RowIndex::Place place = index_.before(std::min(row, words_));
+    if (row < next_ || place.row > next_) {
+      stream_.seek(place.offset);
+      next_ = place.row;
+    }
+  }
+  while (next_ < row && next_ < words_) read(next_, word);
+  read(row, word);
 }
 
 void WordQueue::add(std::uint64_t row, std::string_view word) {
@@ -110,7 +125,7 @@ std::filesystem::path vocabulary_beside(const std::filesystem::path& file) {
   return std::filesystem::path(file.native() + ".vocab.txt");
 }
 
-WordTransfer::WordTransfer(const Options& options) : overwrite_{options.overwrite} {
+WordTransfer::WordTransfer(const Options& options) : overwrite_{options.overwrite}, source_row_{options.source_row} {
   const std::string& named = options.vocabulary;
   const bool none = named == "none";
   if (!options.source_has_words && !options.destination_has_words) {
@@ -151,15 +166,16 @@ WordSink WordTransfer::sink() {
 
 WordSource WordTransfer::source() {
   if (to_queue_) return [this](std::uint64_t row, std::string& word) { queue_.take(row, word); };
+  if (reader_ && source_row_) return [this](std::uint64_t row, std::string& word) { reader_->find(source_row_(row), word); };
   if (reader_) return [this](std::uint64_t row, std::string& word) { reader_->read(row, word); };
   if (numbers_) return [](std::uint64_t row, std::string& word) { word = fmt::format("{}", row); };
   return {};
 }
 
-void WordTransfer::begin(std::uint64_t rows) {
+void WordTransfer::begin(std::uint64_t rows, std::uint64_t source_rows) {
   rows_ = rows;
-  if (reader_ && reader_->words() != rows)
-    throw FormatError(reader_->path(), fmt::format("has {} words for {} rows", reader_->words(), rows));
+  if (reader_ && reader_->words() != source_rows)
+    throw FormatError(reader_->path(), fmt::format("has {} words for {} rows", reader_->words(), source_rows));
   if (!write_to_.empty()) writer_.emplace(write_to_, overwrite_);
 }
 

@@ -14,6 +14,7 @@
 
 #include "io/file.hpp"
 #include "io/file_stream.hpp"
+#include "io/row_index.hpp"
 
 namespace embermap {
 
@@ -58,10 +59,12 @@ class VocabularyReader {
   const std::filesystem::path& path() const noexcept { return file_.path(); }
   std::uint64_t words() const noexcept { return words_; }
   void read(std::uint64_t row, std::string& word);  // row 0, 1, 2, ... in turn, or 0 again
+  void find(std::uint64_t row, std::string& word);  // of any row; ascending ones are quick
 
  private:
   File file_;
   FileStream stream_;
+  RowIndex index_;  // some of the lines
   std::uint64_t words_ = 0, next_ = 0;
   bool crlf_ = false;
 };
@@ -94,6 +97,8 @@ class WordTransfer {
     bool source_has_words = false, destination_has_words = false;
     std::filesystem::path source = {}, destination = {};  // whose vocabularies are meant
     bool overwrite = false;                               // of the vocabulary that is written
+    // Which row of the source a row of the destination is, where a vocabulary of the source's rows is read; empty: the same.
+    std::function<std::uint64_t(std::uint64_t)> source_row = {};
   };
 
   // Throws InvalidArgument for a vocabulary that nothing needs, NotFound where words are needed and there are none,
@@ -103,9 +108,10 @@ class WordTransfer {
   WordSink sink();      // for ReadOptions::words; empty where the source has none, or they are not needed
   WordSource source();  // for WriteOptions::words; empty where the destination has none
 
-  // Once the rows are known, before they are copied: throws FormatError unless the vocabulary has as many words, makes the one
-  // that is to be written.
-  void begin(std::uint64_t rows);
+  // Once the rows are known, before they are copied: throws FormatError unless the vocabulary has as many words as the source has
+  // rows, makes the one that is to be written.
+  void begin(std::uint64_t rows, std::uint64_t source_rows);
+  void begin(std::uint64_t rows) { begin(rows, rows); }
   // Completes it, before the rows' own file or table is completed; withdraw() takes it away again, where that fails.
   void finish();
   void withdraw() noexcept;
@@ -114,6 +120,7 @@ class WordTransfer {
 
  private:
   bool overwrite_ = false;
+  std::function<std::uint64_t(std::uint64_t)> source_row_;
   std::uint64_t rows_ = 0;
   bool to_queue_ = false, numbers_ = false, complete_ = false;
   WordQueue queue_;

@@ -51,6 +51,7 @@ std::string_view text_of(std::span<const std::byte> bytes) { return {reinterpret
 struct End {
   std::uint64_t members = 0, bytes = 0, offset = 0;  // as written: `offset` from where the archive begins
   std::uint64_t at = 0;                              // of this record, or of zip64's before it
+  std::string comment;
 };
 
 End find_end(const File& file) {
@@ -73,6 +74,7 @@ End find_end(const File& file) {
   const auto record = std::span<const std::byte>(buffer).subspan(*found);
   End end;
   end.at = size - tail + *found;
+  end.comment = text_of(record.subspan(kEndBytes, std::min<std::size_t>(u16(record, 20), record.size() - kEndBytes)));
   const std::uint16_t disk = u16(record, 4), first_disk = u16(record, 6);
   end.members = u16(record, 10);
   end.bytes = u32(record, 12);
@@ -130,6 +132,7 @@ ZipDirectory::ZipDirectory(const File& file) {
   if (end.members > end.bytes / kEntryBytes)
     fail(file, fmt::format("{} members do not fit into a directory of {} bytes", end.members, end.bytes));
   begin_ = end.at - end.bytes;
+  comment_ = end.comment;
   // Bytes before the archive move all of its offsets.
   if (end.offset > begin_) fail(file, fmt::format("its directory at byte {} is said to be at {}", begin_, end.offset));
   const std::uint64_t before = begin_ - end.offset;
@@ -560,7 +563,8 @@ void ZipWriter::finish() {
   put(out, static_cast<std::uint16_t>(std::min<std::uint64_t>(members, k16)));
   put(out, static_cast<std::uint32_t>(std::min<std::uint64_t>(bytes, k32)));
   put(out, static_cast<std::uint32_t>(std::min<std::uint64_t>(begin, k32)));
-  put(out, std::uint16_t{0});
+  put(out, static_cast<std::uint16_t>(comment_.size()));
+  out += comment_;
   flush();
 }
 

@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "io/file.hpp"
@@ -47,12 +48,14 @@ class ZipDirectory {
   std::uint64_t data_offset(const File& file, const ZipMember& member) const;
   // Where the space between members ends: the offset of the next member's header, or of the directory.
   std::uint64_t end_of(const ZipMember& member) const;
-  std::uint64_t begin() const noexcept { return begin_; }  // of the directory in the file
+  std::uint64_t begin() const noexcept { return begin_; }           // of the directory in the file
+  const std::string& comment() const noexcept { return comment_; }  // of the archive
 
  private:
   std::vector<ZipMember> members_;
   std::vector<std::uint64_t> starts_;  // of members, sorted
   std::uint64_t begin_ = 0;
+  std::string comment_;
 };
 
 // The unpacked bytes of one member. Any range can be read; ascending ranges are quick, and of a deflated member a step back
@@ -113,6 +116,8 @@ class ZipWriter {
   const std::string& how() const noexcept { return how_; }
   const ZipMember& end();  // completes its local header
 
+  void set_comment(std::string comment) { comment_ = std::move(comment); }  // of the archive; at most 65535 bytes
+
   // The directory. Nothing can be written afterwards.
   void finish();
   std::uint64_t position() const noexcept { return at_; }
@@ -125,6 +130,7 @@ class ZipWriter {
   File& file_;
   std::uint64_t at_;
   std::vector<ZipMember> members_;
+  std::string comment_;
   ZipMember current_;
   std::uint64_t padding_ = 0, written_ = 0;
   std::unique_ptr<Deflate> deflate_;

@@ -39,11 +39,13 @@
 #include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/size_text.hpp"
-#include "io/row_range.hpp"
+#include "io/array_file.hpp"
+#include "io/copy_file.hpp"
 #include "io/rows.hpp"
 #include "kernels/cuda.hpp"
 #include "store/store.hpp"
 #include "store/table.hpp"
+#include "store/table_archive.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -289,14 +291,14 @@ nb::list texts_of(const std::vector<Remark>& remarks) {
 }
 
 // Returns (table, infinite, zero, remarks).
-nb::tuple import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype,
+nb::tuple import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const Dtype& source_dtype,
                       const AnyOptimizer& optimizer, std::uint64_t page_bytes, std::uint64_t memory, bool allow_external,
                       const std::optional<std::string>& format, std::uint64_t dim, std::uint64_t offset,
                       const nb::bytes& vocabulary, const nb::bytes& beside, const nb::object& callback) {
   const Location location =
       parse_location({source.c_str(), source.size()}, location_options(format, LocationOptions::Use::kRead));
   const std::string named = text_of(vocabulary), table_path = text_of(beside);
-  const std::optional<DType> wanted = dtype_of(dtype);
+  const std::optional<DType> wanted = dtype_of(dtype), as = dtype_of(source_dtype);
   const Progress progress = progress_of(callback);
   ConversionReport report;
   std::vector<Remark> remarks;
@@ -308,8 +310,7 @@ nb::tuple import_file(Store& store, std::string_view name, const nb::bytes& sour
                         .destination = table_path,
                         .overwrite = named.empty()});  // one that is there while the table is not was left behind
     const auto reader = open_rows_as(
-        location, wanted,
-        {.dtype = std::nullopt, .allow_external = allow_external, .words = words.sink(), .dim = dim, .offset = offset});
+        location, wanted, {.dtype = as, .allow_external = allow_external, .words = words.sink(), .dim = dim, .offset = offset});
     TableOptions options;
     options.dtype = wanted.value_or(reader->dtype());
     options.optimizer = optimizer.value;
@@ -342,6 +343,7 @@ std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::byte
   const std::optional<DType> wanted = dtype_of(dtype);
   const Progress progress = progress_of(callback);
   const nb::gil_scoped_release release;
+  check_outside_stores(location.file);
   const auto reader = table_rows(table, field);
   const DType to = wanted.value_or(reader->dtype());
   WordTransfer words({.vocabulary = named,
@@ -354,6 +356,47 @@ std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::byte
   const ConversionReport report = copy_rows(*reader, *writer, to, kTransferBytes, progress);
   writer->finish();
   return {report.became_infinite, report.became_zero};
+}
+
+// All of a table, or what torch.optim keeps of it.
+void export_all(const Table& table, const nb::bytes& destination, const std::optional<std::string>& format, bool optimizer_state,
+                bool overwrite, std::optional<int> gzip, bool check, const nb::bytes& vocabulary, const nb::object& callback) {
+  const Location location = parse_location(text_of(destination), location_options(format, LocationOptions::Use::kWrite));
+  ArchiveOptions options{.overwrite = overwrite,
+                         .gzip = gzip.value_or(-1),
+                         .check = check,
+                         .vocabulary = text_of(vocabulary),
+                         .memory = kTransferBytes,
+                         .progress = progress_of(callback),
+                         .before_finish = {}};
+  const nb::gil_scoped_release release;
+  check_outside_stores(location.file);
+  if (optimizer_state)
+    export_torch_state(table, location, options);
+  else
+    export_table(table, location, options);
+}
+
+Table import_all(Store& store, std::string_view name, const nb::bytes& source, const std::optional<std::string>& format,
+                 const nb::bytes& vocabulary, const nb::object& callback) {
+  const Location location = parse_location(text_of(source), location_options(format, LocationOptions::Use::kRead));
+  const std::string words = text_of(vocabulary);
+  const Progress progress = progress_of(callback);
+  const nb::gil_scoped_release release;
+  return import_table(store, name, location, words, kTransferBytes, progress);
+}
+
+// (parameter, fields, step)
+nb::tuple import_optimizer_state(Table& table, const nb::bytes& source, std::optional<std::uint64_t> parameter,
+                                 const nb::object& callback) {
+  const std::string file = text_of(source);
+  TorchStateReport report;
+  {
+    const Progress progress = progress_of(callback);
+    const nb::gil_scoped_release release;
+    report = import_torch_state(table, file, parameter, kTransferBytes, progress);
+  }
+  return nb::make_tuple(report.parameter, nb::cast(report.fields), report.step);
 }
 
 nb::dict device_report(const DeviceStats& s) {
@@ -706,6 +749,12 @@ void bind_table(nb::module_& m) {
       .def("repair_from", &repair_from, "backup"_a, "progress"_a.none())
       .def("export", &export_rows, "destination"_a, "field"_a, "overwrite"_a, "dtype"_a.none(), "gzip"_a.none(),
            "format"_a.none(), "vocabulary"_a, "beside"_a, "progress"_a.none())
+      .def("export_all", &export_all, "destination"_a, "format"_a.none(), "optimizer_state"_a, "overwrite"_a, "gzip"_a.none(),
+           "check"_a, "vocabulary"_a, "progress"_a.none())
+      .def(
+          "import_optimizer_state", &import_optimizer_state, "source"_a, "parameter"_a.none(), "progress"_a.none(),
+          nb::sig("def import_optimizer_state(self, source: bytes, parameter: int | None, progress: object | None) -> tuple[str, "
+                  "list[str], int]"))
       .def("stats", &stats_of)
       .def("counters", &counters_of);
 }
@@ -747,11 +796,13 @@ void bind_store(nb::module_& m) {
       .def("create", &create_table, "name"_a, "rows"_a, "dim"_a, "dtype"_a, "optimizer"_a.none(), "init"_a, "seed"_a,
            "page_bytes"_a, "memory"_a)
       .def("import_file", &import_file,
-           nb::sig("def import_file(self, name: str, source: bytes, dtype: str | None, optimizer: tuple[str, dict[str, Any]] | "
+           nb::sig("def import_file(self, name: str, source: bytes, dtype: str | None, source_dtype: str | None, optimizer: "
+                   "tuple[str, dict[str, Any]] | "
                    "None, page_bytes: int, memory: int, allow_external: bool, format: str | None, dim: int, offset: int, "
                    "vocabulary: bytes, beside: bytes, progress: object | None) -> tuple[Table, int, int, list[str]]"),
-           "name"_a, "source"_a, "dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a, "memory"_a, "allow_external"_a,
-           "format"_a.none(), "dim"_a, "offset"_a, "vocabulary"_a, "beside"_a, "progress"_a.none())
+           "name"_a, "source"_a, "dtype"_a.none(), "source_dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a, "memory"_a,
+           "allow_external"_a, "format"_a.none(), "dim"_a, "offset"_a, "vocabulary"_a, "beside"_a, "progress"_a.none())
+      .def("import_all", &import_all, "name"_a, "source"_a, "format"_a.none(), "vocabulary"_a, "progress"_a.none())
       .def(
           "adopt",
           [](Store& s, std::string_view name, const std::filesystem::path& file, bool writable, const Dtype& dtype) {
@@ -872,67 +923,142 @@ nb::list list_file(const nb::bytes& file, const std::optional<std::string>& form
   return out;
 }
 
-// Rows [first, end) of a file to another one; end 2^64 - 1: all. Returns (rows, dim, source dtype, dtype, infinite, zero,
-// remarks).
-nb::tuple convert_file(const nb::bytes& source_text, const nb::bytes& destination_text, const Dtype& dtype,
-                       const Dtype& source_dtype, std::uint64_t first, std::uint64_t end, bool overwrite, std::optional<int> gzip,
-                       const std::optional<std::string>& from, const std::optional<std::string>& to_format,
-                       const nb::bytes& vocabulary, std::uint64_t dim, std::uint64_t offset, bool allow_external,
-                       std::uint64_t memory, const nb::object& callback) {
+// The path of a file as Python has it: bytes that are no text come back as they were.
+nb::object path_of(const std::filesystem::path& path) {
+  return nb::steal(PyUnicode_DecodeFSDefaultAndSize(path.c_str(), static_cast<Py_ssize_t>(path.native().size())));
+}
+
+// What em.convert() returns.
+Report copy_report(const CopyResult& copied) {
+  Report out;
+  out["rows"] = copied.rows;
+  out["dim"] = copied.dim;
+  out["source_dtype"] = std::string(dtype_name(copied.from));
+  out["dtype"] = std::string(dtype_name(copied.to));
+  out["became_infinite"] = copied.report.became_infinite;
+  out["became_zero"] = copied.report.became_zero;
+  if (!copied.vocabulary.empty()) out["vocabulary"] = path_of(copied.vocabulary);
+  if (!copied.order.empty()) out["order"] = path_of(copied.order);
+  if (copied.resumed != 0) out["resumed_rows"] = copied.resumed;
+  out["remarks"] = texts_of(copied.remarks);
+  return out;
+}
+
+CopyOptions copy_options(std::uint64_t first, std::uint64_t end, const nb::bytes& order, unsigned jobs, bool overwrite,
+                         std::optional<int> gzip, const nb::bytes& vocabulary, bool check, bool resume, std::uint64_t memory) {
+  CopyOptions out;
+  out.rows = {.first = first, .end = std::nullopt, .clamp = true, .order = text_of(order), .permutation = true, .jobs = jobs};
+  if (end != std::numeric_limits<std::uint64_t>::max()) out.rows.end = end;
+  out.overwrite = overwrite;
+  out.gzip = gzip.value_or(-1);
+  out.vocabulary = text_of(vocabulary);
+  out.check = check;
+  out.resume = resume;
+  out.memory = memory;
+  return out;
+}
+
+// Rows [first, end) of a file to another one; end 2^64 - 1: all. With `fields`, these arrays of it into one file.
+Report convert_file(const nb::bytes& source_text, const nb::bytes& destination_text, const Dtype& dtype,
+                    const Dtype& source_dtype, std::uint64_t first, std::uint64_t end, const nb::bytes& order, unsigned jobs,
+                    const std::vector<std::pair<std::string, std::string>>& fields, bool overwrite, std::optional<int> gzip,
+                    const std::optional<std::string>& from, const std::optional<std::string>& to_format,
+                    const nb::bytes& vocabulary, std::uint64_t dim, std::uint64_t offset, bool allow_external, bool check,
+                    bool resume, std::uint64_t memory, const nb::object& callback) {
   const Location source = parse_location(text_of(source_text), location_options(from, LocationOptions::Use::kRead));
   const Location destination =
       parse_location(text_of(destination_text), location_options(to_format, LocationOptions::Use::kWrite));
-  const std::string named = text_of(vocabulary);
-  const std::optional<DType> wanted = dtype_of(dtype), as = dtype_of(source_dtype);
-  const Progress progress = progress_of(callback);
-  const bool some = first != 0 || end != std::numeric_limits<std::uint64_t>::max();
-  std::uint64_t rows = 0, columns = 0;
-  DType read_as{}, written_as{};
-  ConversionReport report;
-  std::vector<Remark> remarks;
+  CopyOptions options = copy_options(first, end, order, jobs, overwrite, gzip, vocabulary, check, resume, memory);
+  options.dtype = dtype_of(dtype);
+  const ReadOptions reading{
+      .dtype = dtype_of(source_dtype), .allow_external = allow_external, .words = {}, .dim = dim, .offset = offset};
+  options.progress = progress_of(callback);
+  std::vector<CopyResult> copied;
   {
     const nb::gil_scoped_release release;
-    std::error_code ignored;
-    if (std::filesystem::equivalent(source.file, destination.file, ignored))
-      throw InvalidArgument(fmt::format("{} is both source and destination", destination.file.native()));
-    if (some && format_has_words(destination.format) && !format_has_words(source.format) && named != "none")
-      throw InvalidArgument("rows: a vocabulary is of all rows; vocab=\"none\" gives them their numbers");
-    WordTransfer words({.vocabulary = named,
-                        .source_has_words = format_has_words(source.format),
-                        .destination_has_words = format_has_words(destination.format),
-                        .source = source.file,
-                        .destination = destination.file,
-                        .overwrite = overwrite});
-    ReadOptions reading{.dtype = as, .allow_external = allow_external, .words = words.sink(), .dim = dim, .offset = offset};
-    if (first != 0 && reading.words)
-      reading.words = [first, sink = std::move(reading.words)](std::uint64_t row, std::string_view word) {
-        sink(row - first, word);
-      };
-    std::unique_ptr<RowReader> reader = open_rows_as(source, wanted, reading);
-    if (some) {
-      const std::uint64_t last = std::min(end, reader->rows());
-      const std::uint64_t begin = std::min(first, last);
-      reader = std::make_unique<RangeReader>(std::move(reader), begin, last - begin);
-    }
-    rows = reader->rows();
-    columns = reader->dim();
-    read_as = reader->dtype();
-    written_as = wanted.value_or(read_as);
-    remarks = reader->remarks();
-    words.begin(rows);
-    const auto writer = create_rows(destination, rows, columns, written_as,
-                                    {.overwrite = overwrite, .gzip = gzip.value_or(-1), .words = words.source()});
-    report = copy_rows(*reader, *writer, written_as, memory, progress);
-    words.finish();
-    try {
-      writer->finish();
-    } catch (...) {
-      words.withdraw();
-      throw;
+    check_not_source(source.file, destination);
+    check_outside_stores(destination.file);
+    if (fields.empty()) {
+      copied.push_back(copy_file(file_origin(source, options.dtype, reading), destination, options));
+    } else {
+      if (!source.selector.empty())
+        throw InvalidArgument(fmt::format("src names '{}'; fields name what is copied", printable(source.selector)));
+      std::vector<RowOrigin> origins;
+      std::vector<std::string> names;
+      for (const auto& [name, of] : fields) {
+        origins.push_back(file_origin(Location{source.file, of, source.format}, options.dtype, reading));
+        names.push_back(name);
+      }
+      copied = copy_arrays(origins, names, destination, options);
     }
   }
-  return nb::make_tuple(rows, columns, std::string(dtype_name(read_as)), std::string(dtype_name(written_as)),
-                        report.became_infinite, report.became_zero, texts_of(remarks));
+  Report out = copy_report(copied.front());
+  if (!fields.empty()) {
+    nb::dict all;
+    for (std::size_t i = 0; i < copied.size(); ++i) all[fields[i].first.c_str()] = copy_report(copied[i]);
+    out["fields"] = all;
+  }
+  return out;
+}
+
+// A file that takes rows from Python.
+class FileWriter {
+ public:
+  FileWriter(const nb::bytes& destination, std::uint64_t rows, std::uint64_t dim, std::string_view dtype, bool overwrite,
+             std::optional<int> gzip, const std::optional<std::string>& format, const nb::bytes& vocabulary)
+      : row_bytes_{checked_mul(dim, item_size(parse_dtype(dtype)), "bytes of a row")} {
+    const Location location = parse_location(text_of(destination), location_options(format, LocationOptions::Use::kWrite));
+    const DType type = parse_dtype(dtype);
+    const std::string named = text_of(vocabulary);
+    const nb::gil_scoped_release release;
+    check_outside_stores(location.file);
+    words_ = std::make_unique<WordTransfer>(WordTransfer::Options{.vocabulary = named,
+                                                                  .destination_has_words = format_has_words(location.format),
+                                                                  .source = location.file,
+                                                                  .destination = location.file,
+                                                                  .overwrite = overwrite});
+    words_->begin(rows);
+    writer_ =
+        create_rows(location, rows, dim, type, {.overwrite = overwrite, .gzip = gzip.value_or(-1), .words = words_->source()});
+  }
+  void write(const Bytes& rows) {
+    const std::span<const std::byte> bytes = bytes_of(rows);
+    const nb::gil_scoped_release release;
+    if (!writer_) throw ClosedError("the file is closed");
+    if (bytes.size() % row_bytes_ != 0)
+      throw InvalidArgument(fmt::format("{} bytes are no rows of {}", bytes.size(), row_bytes_));
+    writer_->write(bytes.size() / row_bytes_, bytes.data());
+  }
+  void finish() {
+    const nb::gil_scoped_release release;
+    if (!writer_) throw ClosedError("the file is closed");
+    writer_->finish();
+    writer_.reset();
+  }
+  void close() {
+    const nb::gil_scoped_release release;
+    writer_.reset();
+  }
+
+ private:
+  std::uint64_t row_bytes_;
+  std::unique_ptr<WordTransfer> words_;
+  std::unique_ptr<RowWriter> writer_;
+};
+
+// (count of values converted) elements of one dtype as another, for files that Python reads itself. Returns (infinite, zero).
+std::pair<std::uint64_t, std::uint64_t> convert_bytes(const Bytes& in, std::string_view from, const WritableBytes& out,
+                                                      std::string_view to) {
+  const DType source = parse_dtype(from), target = parse_dtype(to);
+  const std::uint64_t count = in.size() / item_size(source);
+  if (in.size() % item_size(source) != 0 || out.size() != count * item_size(target))
+    throw InvalidArgument(fmt::format("{} bytes of {} do not become {} of {}", in.size(), from, out.size(), to));
+  ConversionReport report;
+  {
+    const nb::gil_scoped_release release;
+    convert_elements(source, bytes_of(in).data(), target, bytes_of(out).data(), count, report);
+  }
+  return {report.became_infinite, report.became_zero};
 }
 
 void bind_files(nb::module_& m) {
@@ -950,15 +1076,17 @@ void bind_files(nb::module_& m) {
   m.def("list_file", &list_file,
         nb::sig("def list_file(file: bytes, format: str | None) -> list[tuple[str, tuple[int, ...], str, int, str]]"), "file"_a,
         "format"_a.none());
-  m.def(
-      "convert_file", &convert_file,
-      nb::sig("def convert_file(source: bytes, destination: bytes, dtype: str | None, source_dtype: str | None, first: int, end: "
-              "int, overwrite: bool, gzip: int | None, source_format: str | None, destination_format: str | None, vocabulary: "
-              "bytes, dim: int, offset: int, allow_external: bool, memory: int, progress: object | None) -> tuple[int, int, str, "
-              "str, int, int, list[str]]"),
-      "source"_a, "destination"_a, "dtype"_a.none(), "source_dtype"_a.none(), "first"_a, "end"_a, "overwrite"_a, "gzip"_a.none(),
-      "source_format"_a.none(), "destination_format"_a.none(), "vocabulary"_a, "dim"_a, "offset"_a, "allow_external"_a,
-      "memory"_a, "progress"_a.none());
+  m.def("convert_file", &convert_file, "source"_a, "destination"_a, "dtype"_a.none(), "source_dtype"_a.none(), "first"_a, "end"_a,
+        "order"_a, "jobs"_a, "fields"_a, "overwrite"_a, "gzip"_a.none(), "source_format"_a.none(), "destination_format"_a.none(),
+        "vocabulary"_a, "dim"_a, "offset"_a, "allow_external"_a, "check"_a, "resume"_a, "memory"_a, "progress"_a.none());
+  nb::class_<FileWriter>(m, "FileWriter")
+      .def(nb::init<const nb::bytes&, std::uint64_t, std::uint64_t, std::string_view, bool, std::optional<int>,
+                    const std::optional<std::string>&, const nb::bytes&>(),
+           "destination"_a, "rows"_a, "dim"_a, "dtype"_a, "overwrite"_a, "gzip"_a.none(), "format"_a.none(), "vocabulary"_a)
+      .def("write", &FileWriter::write, "rows"_a.noconvert())
+      .def("finish", &FileWriter::finish)
+      .def("close", &FileWriter::close);
+  m.def("convert_bytes", &convert_bytes, "source"_a.noconvert(), "source_dtype"_a, "out"_a.noconvert(), "dtype"_a);
 }
 
 NB_MODULE(_core, m) {
@@ -975,8 +1103,16 @@ NB_MODULE(_core, m) {
   m.def("format_size", &format_size, "bytes"_a);
   m.def(
       "location_file",
+      [](const nb::bytes& location, const std::optional<std::string>& format, bool read) {
+        const auto use = read ? LocationOptions::Use::kRead : LocationOptions::Use::kWrite;
+        return parse_location({location.c_str(), location.size()}, location_options(format, use)).file;
+      },
+      "location"_a, "format"_a.none(), "read"_a = false);
+  m.def(
+      "has_words",
       [](const nb::bytes& location, const std::optional<std::string>& format) {
-        return parse_location({location.c_str(), location.size()}, location_options(format, LocationOptions::Use::kWrite)).file;
+        return format_has_words(
+            parse_location({location.c_str(), location.size()}, location_options(format, LocationOptions::Use::kWrite)).format);
       },
       "location"_a, "format"_a.none());
   m.def("is_store", &is_store, nb::sig("def is_store(path: str | os.PathLike[str]) -> bool"), "path"_a, Release());

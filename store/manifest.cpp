@@ -28,7 +28,8 @@ constexpr std::size_t kDeepestNote = 12;
 constexpr std::size_t kMaxNote = 64U << 10;
 constexpr std::size_t kMaxTime = 40;
 constexpr std::string_view kFormatName = "embermap";
-constexpr std::string_view kChecksumKey = "\"checksum\"";  // of the manifest itself: its last key
+constexpr std::string_view kSettingsName = "embermap table";  // beside the rows of a table that were exported with all of it
+constexpr std::string_view kChecksumKey = "\"checksum\"";     // of the manifest itself: its last key
 
 bool is_utf8(std::string_view text) {
   try {
@@ -39,23 +40,8 @@ bool is_utf8(std::string_view text) {
   }
 }
 
-Json option_json(double value) { return value; }
-Json option_json(bool value) { return value; }
-Json option_json(StepOf value) { return step_of_name(value); }
-Json option_json(const std::optional<double>& value) { return value ? Json(*value) : Json(nullptr); }
-Json option_json(const std::array<double, 2>& value) { return {value[0], value[1]}; }
-
-Json optimizer_json(const Optimizer& optimizer) {
-  if (std::holds_alternative<std::monostate>(optimizer)) return nullptr;
-  Json json{{"name", optimizer_name(optimizer)}};
-  std::visit(
-      [&](const auto& o) {
-        visit_options(o, [&](const char* name, const auto& value, bool said) {
-          if (said || !is_unset(value)) json[name] = option_json(value);
-        });
-      },
-      optimizer);
-  return json;
+Json optimizer_or_null(const Optimizer& optimizer) {
+  return std::holds_alternative<std::monostate>(optimizer) ? Json(nullptr) : optimizer_json(optimizer);
 }
 
 Json init_json(const Initializer& init) {
@@ -155,10 +141,10 @@ class NoteCheck : public JsonCheck {
   std::string key_;
 };
 
-ReadJson parse_json(std::string_view text, const std::filesystem::path& file) {
-  JsonCheck check(file);
+ReadJson parse_json(std::string_view text, const std::filesystem::path& file, std::string_view what = "the manifest") {
+  JsonCheck check(file, what);
   if (!ReadJson::sax_parse(text, &check))
-    throw FormatError(file, text.empty() ? "the manifest is empty" : "the manifest is not valid JSON");
+    throw FormatError(file, text.empty() ? fmt::format("{} is empty", what) : fmt::format("{} is not valid JSON", what));
   return ReadJson::parse(text);
 }
 
@@ -291,15 +277,21 @@ std::set<std::string, std::less<>> read_unfinished(const Reader& reader) {
   return files;
 }
 
+// What a table was made with, and its steps.
+template <class Options>  // TableOptions or TableEntry
+std::uint64_t read_settings(const Reader& reader, Options& options) {
+  options.dim = reader.integer("dim");
+  options.dtype = parse_dtype(reader.text("dtype"));
+  if (reader.has("optimizer")) options.optimizer = read_optimizer(reader.object("optimizer"));
+  options.init = read_init(reader.object("init"));
+  options.seed = reader.integer("seed");
+  options.page_bytes = reader.integer("page_bytes");
+  return reader.integer("step");
+}
+
 TableEntry read_table(const Reader& reader) {
   TableEntry entry;
-  entry.dim = reader.integer("dim");
-  entry.dtype = parse_dtype(reader.text("dtype"));
-  if (reader.has("optimizer")) entry.optimizer = read_optimizer(reader.object("optimizer"));
-  entry.init = read_init(reader.object("init"));
-  entry.seed = reader.integer("seed");
-  entry.page_bytes = reader.integer("page_bytes");
-  entry.step = reader.integer("step");
+  entry.step = read_settings(reader, entry);
   if (reader.has("carried")) {
     entry.carried = reader.number("carried");
     if (!std::isfinite(*entry.carried) || *entry.carried < 0)
@@ -444,7 +436,7 @@ std::string Manifest::text() const {
              {"rows", entry.geometry.rows},
              {"dim", entry.dim},
              {"dtype", dtype_name(entry.dtype)},
-             {"optimizer", optimizer_json(entry.optimizer)},
+             {"optimizer", optimizer_or_null(entry.optimizer)},
              {"init", init_json(entry.init)},
              {"seed", entry.seed},
              {"step", entry.step},
@@ -470,6 +462,55 @@ std::string Manifest::text() const {
   text.resize(text.size() - 2);  // without the closing line
   text += ",\n  ";
   return text + fmt::format("{}: \"{}\"\n}}\n", kChecksumKey, checksum_text(text));
+}
+
+Json optimizer_json(const Optimizer& optimizer) {
+  Json json{{"name", optimizer_name(optimizer)}};
+  std::visit(
+      [&](const auto& o) {
+        visit_options(o, [&]<class T>(const char* name, const T& value, bool said) {
+          if (!said && is_unset(value)) return;
+          if constexpr (std::is_same_v<T, StepOf>)
+            json[name] = step_of_name(value);
+          else if constexpr (std::is_same_v<T, std::optional<double>>)
+            json[name] = value ? Json(*value) : Json(nullptr);
+          else
+            json[name] = value;
+        });
+      },
+      optimizer);
+  return json;
+}
+
+std::string table_settings_text(const Table& table) {
+  return Json{{"format", kSettingsName},
+              {"version", 1},
+              {"rows", table.rows()},
+              {"dim", table.dim()},
+              {"dtype", dtype_name(table.dtype())},
+              {"optimizer", optimizer_or_null(table.optimizer())},
+              {"init", init_json(table.initializer())},
+              {"seed", table.seed()},
+              {"step", table.step()},
+              {"page_bytes", table.page_bytes_option()},
+              {"memory", table.memory()}}
+             .dump(1) +
+         "\n";
+}
+
+TableSettings parse_table_settings(std::string_view text, const std::filesystem::path& file) {
+  const ReadJson json = parse_json(text, file, "'embermap'");
+  const Reader reader(file, json, "'embermap'");
+  if (!reader.has("format") || reader.text("format") != kSettingsName)
+    reader.fail(fmt::format("is not of the format '{}'", kSettingsName));
+  if (reader.integer("version") != 1)
+    reader.fail(fmt::format("has version {}, which this embermap does not read", reader.integer("version")));
+  TableSettings out;
+  out.options.rows = reader.integer("rows");
+  out.step = read_settings(reader, out.options);
+  if (reader.has("memory")) out.options.memory = reader.integer("memory");
+  check_initializer(out.options.init, out.options.dtype);
+  return out;
 }
 
 void Manifest::save(const std::filesystem::path& store, FileOps& ops) const { replace_file(store / kManifestName, text(), ops); }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <map>
+#include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <set>
 #include <string>
@@ -67,6 +68,18 @@ struct Manifest {
   // Atomic and durable.
   void save(const std::filesystem::path& store, FileOps& ops) const;
 };
+
+// {"name": "adam", "lr": 0.001, ...}: options that have no default are left out where they are not set. {"name": "none"}.
+nlohmann::ordered_json optimizer_json(const Optimizer& optimizer);
+
+// What a table was made with and the steps of its optimizer, as JSON, for files that hold all of a table
+// (store/table_archive.hpp). Nothing in the text is trusted: FormatError naming `file` and the key, DTypeError, InvalidArgument.
+struct TableSettings {
+  TableOptions options;
+  std::uint64_t step = 0;
+};
+std::string table_settings_text(const Table& table);
+TableSettings parse_table_settings(std::string_view text, const std::filesystem::path& file);
 
 // The text of a note as it is kept: one line, keys in order. Throws InvalidArgument for what Store::commit() does not take.
 std::string note_text(std::string_view json);

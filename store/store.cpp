@@ -45,7 +45,11 @@ int Store::device() const { return impl_->core()->device; }
 Table Store::create(std::string_view name, const TableOptions& options) { return impl_->create(name, options); }
 Table Store::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress,
                     ConversionReport* report) {
-  return impl_->import(name, reader, std::move(options), progress, report);
+  return impl_->import(name, reader, std::move(options), {}, progress, report);
+}
+Table Store::import(std::string_view name, RowReader& reader, TableOptions options, const ImportedState& state,
+                    const Progress& progress, ConversionReport* report) {
+  return impl_->import(name, reader, std::move(options), state, progress, report);
 }
 Table Store::adopt(std::string_view name, const std::filesystem::path& file, bool writable, std::optional<DType> dtype) {
   return impl_->adopt(name, file, writable, dtype);
@@ -71,6 +75,22 @@ bool Store::closed() const noexcept { return impl_->core()->closed.load(); }
 bool is_store(const std::filesystem::path& path) {
   std::error_code error;
   return std::filesystem::is_regular_file(path / kManifestName, error);
+}
+
+std::filesystem::path store_around(const std::filesystem::path& path) {
+  std::error_code error;
+  std::filesystem::path file = path;
+  for (int links = 0; links < 40 && std::filesystem::is_symlink(file, error); ++links)  // also one that leads to nothing
+    file = file.parent_path() / std::filesystem::read_symlink(file, error);
+  const std::filesystem::path folder =
+      std::filesystem::canonical(file.has_parent_path() ? file.parent_path() : std::filesystem::path("."), error);
+  return !error && is_store(folder) ? folder : std::filesystem::path{};
+}
+
+void check_outside_stores(const std::filesystem::path& file) {
+  if (const auto store = store_around(file); !store.empty())
+    throw InvalidArgument(
+        fmt::format("{} is in the own directory of the store {}; choose another place", printable(file), printable(store)));
 }
 
 namespace {

@@ -161,6 +161,14 @@ class Store {
   // taken from the reader. `report`, if given, is added what the conversion did to values. On failure nothing is left.
   Table import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress = {},
                ConversionReport* report = nullptr);
+  // What the optimizer of an imported table knows already: rows for state fields, each of the field's dtype and columns, and
+  // as many as the table has (InvalidArgument, NotFound for a name that is no state field); and the steps made.
+  struct ImportedState {
+    std::map<std::string, RowReader*> fields = {};
+    std::uint64_t step = 0;
+  };
+  Table import(std::string_view name, RowReader& reader, TableOptions options, const ImportedState& state,
+               const Progress& progress = {}, ConversionReport* report = nullptr);
   // Uses an existing .npy (2-D, C order, either byte order; bfloat16 must be said) where it is; not copied, not changed by this
   // call. Rows are native in memory, and the file keeps its byte order.
   // Writes go to that file unless `writable` is false or the file is not writable.
@@ -171,7 +179,8 @@ class Store {
   Table table(std::string_view name);
   bool contains(std::string_view name) const;
   std::vector<std::string> tables() const;  // sorted
-  void remove(std::string_view name);       // deletes its files (an adopted file stays); durable
+  // Deletes its files, also those that an import has put beside it (vocabulary, order of rows); an adopted file stays. Durable.
+  void remove(std::string_view name);
 
   // Makes all changes of all tables durable, as one. Returns the commit's number; without changes the last one's. Other calls go
   // on while the disk is waited for. A failed sync is final: the store takes no writes from then on (CorruptError), and is at the
@@ -225,5 +234,10 @@ std::unique_ptr<RowReader> table_rows(Table table, std::string_view field = "wei
 
 // True if `path` is a directory with a manifest.
 bool is_store(const std::filesystem::path& path);
+
+// The store in whose own directory the file `path` is, or would be if it were written; links are followed. Empty: in none.
+std::filesystem::path store_around(const std::filesystem::path& path);
+// Throws InvalidArgument naming both if a file to be written would be in a store's own directory.
+void check_outside_stores(const std::filesystem::path& file);
 
 }  // namespace embermap

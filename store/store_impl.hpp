@@ -30,8 +30,8 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   static std::shared_ptr<Impl> of(StoreCore& core);
 
   Table create(std::string_view name, const TableOptions& options);
-  Table import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress,
-               ConversionReport* report);
+  Table import(std::string_view name, RowReader& reader, TableOptions options, const ImportedState& state,
+               const Progress& progress, ConversionReport* report);
   Table adopt(std::string_view name, const std::filesystem::path& file, bool writable, std::optional<DType> dtype);
   Table table(std::string_view name);
   bool contains(std::string_view name) const;

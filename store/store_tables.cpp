@@ -13,6 +13,8 @@
 #include "io/block_reader.hpp"
 #include "io/convert.hpp"
 #include "io/npy.hpp"
+#include "io/row_order.hpp"
+#include "io/vocabulary.hpp"
 #include "store/store_impl.hpp"
 
 namespace embermap {
@@ -158,15 +160,33 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   return Table(std::move(table));
 }
 
-Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions options, const Progress& progress,
-                          ConversionReport* report) {
+namespace {
+
+void check_imported_state(const Schema& schema, std::uint64_t table_rows, const Store::ImportedState& state) {
+  for (const auto& [name, rows] : state.fields) {
+    const Field& field = schema.field(name);
+    if (&field == &schema.fields().front())
+      throw InvalidArgument(fmt::format("'{}' is the weight, no state of the optimizer", printable(name)));
+    if (rows->rows() != table_rows || rows->dim() != field.elements || rows->dtype() != field.dtype)
+      throw InvalidArgument(fmt::format("{}: {} x {} {} for the state '{}', which has {} x {} {}", rows->description(),
+                                        rows->rows(), rows->dim(), dtype_name(rows->dtype()), printable(name), table_rows,
+                                        field.elements, dtype_name(field.dtype)));
+  }
+}
+
+}  // namespace
+
+Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions options, const ImportedState& state,
+                          const Progress& progress, ConversionReport* report) {
   const auto guard = lock();
   check_writable();
   options.rows = reader.rows();
   options.dim = reader.dim();
-  const TableEntry entry = new_entry(name, options);
+  TableEntry entry = new_entry(name, options);
+  entry.step = state.step;
   const Geometry& geometry = entry.geometry;
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
+  check_imported_state(schema, reader.rows(), state);
   check_free_space(core_->path, data_path(name), geometry.file_bytes());  // all of it will be written
   NewFiles files = new_files(name, entry);
   PageFile file(std::string(name), files.open_data(), PageLedger::create(files.open_pages(), geometry.pages(), /*adopted=*/false),
@@ -186,6 +206,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   reader.read_ahead(0, geometry.rows, std::min<std::uint64_t>(import_bytes, 32U << 20));
   const bool converts = reader.dtype() != options.dtype;
   std::vector<std::byte> source(converts ? block_rows * source_row : 0), rows(2 * block_rows * weight);
+  std::vector<std::byte> states;
   const AlignedBuffer memory(ceil_div(block_rows, geometry.rows_per_page) * geometry.page_bytes());
   std::vector<PageBuffer> buffers;
   ConversionReport ignored;
@@ -202,6 +223,13 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
     const std::uint64_t count = std::min(block_rows, geometry.rows - first);
     const std::byte* const weights = blocks.next();
     if (schema.structured()) file.generate_states(count, memory.data());
+    for (const auto& [name_of_field, of_field] : state.fields) {
+      const Field& field = schema.field(name_of_field);
+      states.resize(std::max<std::size_t>(states.size(), count * field.bytes));
+      of_field->read(first, count, states.data());
+      for (std::uint64_t row = 0; row < count; ++row)
+        std::memcpy(memory.data() + row * geometry.stride + field.offset, states.data() + row * field.bytes, field.bytes);
+    }
     core_->compute.parallel_for(count, std::max<std::uint64_t>(1, (256U << 10) / geometry.stride),
                                 [&](std::uint64_t begin, std::uint64_t end) {
                                   for (std::uint64_t row = begin; row < end; ++row)
@@ -306,6 +334,11 @@ void Store::Impl::remove(std::string_view name) {
     tables_.erase(found);
   }
   if (const auto found = broken_.find(name); found != broken_.end()) broken_.erase(found);
+  // What an import has put beside it. NAME.order.npy may be a table's own file, of one called NAME.order.
+  std::vector<std::filesystem::path> beside{vocabulary_beside(core_->path / name)};
+  if (!manifest_.tables.contains(fmt::format("{}.order", name))) beside.push_back(order_beside(core_->path / name));
+  for (const std::filesystem::path& file : beside)
+    if (core_->ops.unlink(file.c_str()) != 0 && errno != ENOENT) throw IoError(errno, "unlink", file);
   remove_unfinished();
   replace_manifest(manifest_);
   apply(plan(*core_, manifest_.tables));

@@ -25,6 +25,7 @@ bool Table::writable() const { return impl_->writable(); }
 bool Table::big_endian() const { return impl_->entry().big_endian; }
 bool Table::adopted() const { return impl_->entry().adopted.has_value(); }
 void Table::set_optimizer(const Optimizer& optimizer) { impl_->set_optimizer(optimizer); }
+void Table::set_step(std::uint64_t step) { impl_->set_step(step); }
 
 void Table::gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field) {
   impl_->gather(ids, out, field);

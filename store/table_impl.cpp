@@ -510,6 +510,15 @@ void TableImpl::set_optimizer(const Optimizer& optimizer) {
   entry_changed_ = true;
 }
 
+void TableImpl::set_step(std::uint64_t step) {
+  core_->check_usable();
+  const auto lock = alone();
+  check_open();
+  check_writable();
+  step_ = step;
+  entry_changed_ = true;
+}
+
 void TableImpl::set_memory(std::uint64_t bytes) {
   if (entry_.memory == bytes) return;
   entry_.memory = bytes;

@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "io/copy_file.hpp"
 #include "io/rows.hpp"
 #include "store/store.hpp"
 #include "tools/command.hpp"
@@ -29,19 +30,11 @@ class RangeArguments {
   bool given() const noexcept { return !text_.empty(); }
   // FIRST and how many of `rows`. Throws UsageError for a text that is no range, InvalidArgument for rows that are not there.
   std::pair<std::uint64_t, std::uint64_t> of(std::uint64_t rows) const;
-  // `reader` itself if nothing was given.
-  std::unique_ptr<RowReader> apply(std::unique_ptr<RowReader> reader) const;
+  // The same for a copy, which looks at the rows that there are. Throws UsageError.
+  RowSelection selection() const;
 
  private:
   std::string text_;
 };
-
-// What create_rows() has written there, to be read back. `options`: as the rows were written.
-std::unique_ptr<RowReader> open_written(const Location& destination, const ReadOptions& options);
-
-// For --check: compares what was written with `source`, whose values become `to`: all bits, or values alone, for text keeps no
-// payload of NaN. Throws CorruptError naming the first element that differs.
-void check_written(RowReader& source, RowReader& written, DType to, bool bits, const std::string& destination,
-                   std::uint64_t memory);
 
 }  // namespace embermap::tools

@@ -5,7 +5,9 @@
 #include <memory>
 #include <utility>
 
-#include "tools/any_rows.hpp"
+#include "base/error.hpp"
+#include "io/array_file.hpp"
+#include "io/copy_file.hpp"
 #include "tools/arguments.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -17,87 +19,62 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string source, destination, from, to, dtype, source_dtype, vocabulary;
-  LayoutArguments layout;
+  std::string source, destination, to, dtype, vocabulary, fields;
+  SourceArguments input;
+  SelectionArguments rows;
   DestinationArguments output;
-  RangeArguments rows;
-  bool allow_external = false, check = false;
 };
 
+// Several arrays of SRC, each under its name, into one new file.
+std::vector<CopyResult> convert_fields(const Arguments& arguments, const Location& source, const Location& destination,
+                                       const CopyOptions& options) {
+  if (!source.selector.empty())
+    throw UsageError(fmt::format("SRC names '{}'; --field names what is copied", printable(source.selector)));
+  std::vector<RowOrigin> origins;
+  std::vector<std::string> names;
+  for (const NamedField& one : parse_fields(arguments.fields)) {
+    const Location part{source.file, one.name, source.format};
+    origins.push_back(file_origin(part, options.dtype, arguments.input.options(part)));
+    names.push_back(one.field);
+  }
+  return copy_arrays(origins, names, destination, options);
+}
+
 int convert(const Arguments& arguments, const Common& common) {
-  const Location source = parse_source("SRC", arguments.source, arguments.from);
+  const Location source = arguments.input.location(arguments.source);
   const Location destination = parse_destination("DST", arguments.destination, arguments.to);
-  WriteOptions options = arguments.output.options(destination);
-  std::optional<DType> to, as;
-  if (!arguments.dtype.empty()) to = parse_dtype_option("--dtype", arguments.dtype);
-  if (!arguments.source_dtype.empty()) as = parse_dtype_option("--source-dtype", arguments.source_dtype);
+  const bool several = !arguments.fields.empty();
+  CopyOptions options;
+  options.dtype = optional_dtype("--dtype", arguments.dtype);
+  options.rows = arguments.rows.selection(/*permutation=*/true);
+  options.vocabulary = arguments.vocabulary;
+  options.memory = common.memory;
+  options.attributes = {{"source", arguments.source}};
+  arguments.output.set(options, destination);
+  const ReadOptions reading = arguments.input.options(source);
 
   const auto begin = std::chrono::steady_clock::now();
   require_regular_file(source.file);
-  check_destination(destination, source.file, options.overwrite);
+  check_destination(destination, source.file, options.overwrite, several);
   check_source_is_whole(source, common.memory / 4);
   check_vocabulary_option(arguments.vocabulary, format_has_words(source.format) || format_has_words(destination.format));
-  WordTransfer words({.vocabulary = arguments.vocabulary,
-                      .source_has_words = format_has_words(source.format),
-                      .destination_has_words = format_has_words(destination.format),
-                      .source = source.file,
-                      .destination = destination.file,
-                      .overwrite = options.overwrite});
-  const bool own_words = format_has_words(source.format);
-  if (arguments.rows.given() && format_has_words(destination.format) && !own_words && arguments.vocabulary != "none")
-    throw UsageError("--rows: a vocabulary is of all rows; --vocab none gives them their numbers");
-  ReadOptions reading{.dtype = as, .allow_external = arguments.allow_external, .words = words.sink()};
-  arguments.layout.set(reading, source);
-  options.words = words.source();
-  std::uint64_t first = 0;  // of the rows
-  if (arguments.rows.given() && reading.words)
-    reading.words = [&first, sink = std::move(reading.words)](std::uint64_t row, std::string_view word) {
-      sink(row - first, word);
-    };
-  std::unique_ptr<RowReader> reader = open_rows_as(source, to, reading);
-  first = arguments.rows.of(reader->rows()).first;
-  reader = arguments.rows.apply(std::move(reader));
-  words.begin(reader->rows());
-  TransferResult result{.source = arguments.source,
-                        .destination = arguments.destination,
-                        .rows = reader->rows(),
-                        .dim = reader->dim(),
-                        .from = reader->dtype(),
-                        .to = to.value_or(reader->dtype()),
-                        .report = {},
-                        .seconds = 0,
-                        .remarks = reader->remarks()};
-  std::pair<std::string, std::string> io;
-  {
-    options.sparse = reader->sparse();
-    options.attributes = {{"source", arguments.source}, {"source_dtype", std::string(dtype_name(result.from))}};
-    const std::unique_ptr<RowWriter> writer = create_rows(destination, result.rows, result.dim, result.to, options);
-    ProgressLine line("convert", result.dim * item_size(result.to), common.quiet);
-    result.report = copy_rows(*reader, *writer, result.to, copy_memory(*reader, result.to, common.memory, 2), line.callback());
-    check_interrupt();
-    io = {reader->how(), writer->how()};
-    words.finish();
-    try {
-      writer->finish();
-    } catch (...) {
-      words.withdraw();
-      throw;
-    }
-  }
-  if (arguments.check) {
-    ReadOptions again = reading;
-    again.words = {};
-    const std::unique_ptr<RowReader> before = arguments.rows.apply(open_rows_as(source, to, again));
-    ReadOptions back{.dtype = result.to, .dim = result.dim};
-    const std::unique_ptr<RowReader> after = open_written(destination, back);
-    check_written(*before, *after, result.to, !format_has_words(destination.format), arguments.destination, common.memory);
-  }
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-  Json extra = vocabulary_json(words);
-  if (arguments.check) extra["checked"] = true;
-  extra["reading"] = io.first;
-  extra["writing"] = io.second;
-  print_transfer(common, result, extra);
+  std::optional<ProgressLine> line;
+  options.began = [&](std::uint64_t row_bytes) { line.emplace("convert", row_bytes, common.quiet); };
+  options.progress = [&](std::uint64_t done, std::uint64_t total) {
+    if (line) line->callback()(done, total);
+  };
+  options.before_finish = check_interrupt;
+  std::vector<CopyResult> copied;
+  if (several)
+    copied = convert_fields(arguments, source, destination, options);
+  else
+    copied.push_back(copy_file(file_origin(source, options.dtype, reading), destination, options));
+  line.reset();
+  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  std::vector<NamedField> fields;
+  if (several)
+    for (const NamedField& one : parse_fields(arguments.fields)) fields.push_back({one.field, one.field});
+  print_transfers(common, arguments.source, arguments.destination, copied, fields, options.check, seconds);
   return kDone;
 }
 
@@ -108,27 +85,28 @@ void add_convert(CLI::App& app, Common& common, Action& chosen) {
   auto arguments = std::make_shared<Arguments>();
   command->add_option("SRC", arguments->source, kSourceHelp)->required();
   command->add_option("DST", arguments->destination, kDestinationHelp)->required();
-  add_from_option(*command, arguments->from);
+  arguments->input.add_to(*command);
   add_to_option(*command, arguments->to);
+  add_dtype_option(*command, arguments->dtype, /*names_bytes=*/true);
   command
-      ->add_option("--dtype", arguments->dtype, "Convert the rows (nearest even); bfloat16 also names bytes the file cannot name")
-      ->type_name("NAME");
-  command->add_option("--source-dtype", arguments->source_dtype, "What bytes of SRC are that it does not say: V2, opaque, raw")
-      ->type_name("NAME");
-  arguments->layout.add_to(*command);
+      ->add_option("--field", arguments->fields,
+                   "Copy these arrays or fields of SRC into one new DST (npz, hdf5, safetensors, torch), under their names or as "
+                   "NEW=NAME")
+      ->type_name("A,B,...");
   add_vocabulary_option(*command, arguments->vocabulary,
                         "The words of the rows, one a line: written for SRC with words, read for DST with words alone (default "
                         "SRC.vocab.txt or DST.vocab.txt); 'none': not written, or the numbers of the rows");
   arguments->output.add_to(*command);
-  arguments->rows.add_to(*command);
-  command->add_flag("--check", arguments->check, "Read DST back and compare it with SRC");
-  command->add_flag("--allow-external", arguments->allow_external,
-                    "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
+  arguments->rows.add_to(*command,
+                         "Row i of DST is row FILE[i] of SRC: integers in any format, .txt too, with each row once; the way "
+                         "back goes to DST.order.npy");
   finish_command(*command, common, chosen,
                  "  embermap convert vectors.npy vectors.h5:/vectors --gzip 4\n"
                  "  embermap convert model.h5:/embeddings/words words.npy --dtype float16\n"
                  "  embermap convert model.pt:encoder.weight weight.safetensors\n"
                  "  embermap convert tables/items.npy:weight weight.npy\n"
+                 "  embermap convert tables/items.npy items.npz --field weight,sum\n"
+                 "  embermap convert vectors.npy by_frequency.npy --order order.npy\n"
                  "  embermap convert glove.6B.100d.txt vectors.npy\n"
                  "  embermap convert vectors.npy vectors.bin --to word2vec-binary --vocab words.txt\n"
                  "  embermap convert vectors.raw vectors.npy --source-dtype float32 --dim 128",

@@ -110,6 +110,9 @@ int head(const HeadArguments& arguments, const Common& common) {
   return kDone;
 }
 
+// As cmp and diff have it: 1 is for rows that differ alone, 2 for all that keeps them from being compared.
+constexpr int kDiffer = 1, kNotCompared = 2;
+
 struct DiffArguments {
   std::string a, b, from;
   bool values = false;
@@ -149,7 +152,7 @@ int diff(const DiffArguments& arguments, const Common& common) {
           grouped(found.different_rows), grouped(found.rows), grouped(found.elements), found.first_row, found.first_column,
           found.largest, found.largest_row, found.largest_column));
   }
-  return found.same() ? kDone : kFailed;
+  return found.same() ? kDone : kDiffer;
 }
 
 }  // namespace
@@ -169,7 +172,10 @@ void add_head(CLI::App& app, Common& common, Action& chosen) {
 }
 
 void add_diff(CLI::App& app, Common& common, Action& chosen) {
-  auto* command = app.add_subcommand("diff", "Compare the rows of two files or tables; exit code 1 if they differ");
+  auto* command =
+      app.add_subcommand("diff",
+                         "Compare the rows of two files or tables; exit code 0 if they are the same, 1 if they differ, 2 if they "
+                         "could not be compared");
   auto arguments = std::make_shared<DiffArguments>();
   command->add_option("A", arguments->a, "FILE, FILE:NAME, STORE/TABLE or STORE/TABLE:field")->required();
   command->add_option("B", arguments->b, "The same, of any format and dtype")->required();
@@ -179,7 +185,16 @@ void add_diff(CLI::App& app, Common& common, Action& chosen) {
   finish_command(*command, common, chosen,
                  "  embermap diff tables/items backup.npy\n"
                  "  embermap diff model.pt:encoder.weight model.safetensors:encoder.weight",
-                 [arguments](const Common& c) { return diff(*arguments, c); });
+                 [arguments](const Common& c) {
+                   try {
+                     return diff(*arguments, c);
+                   } catch (const UsageError&) {
+                     throw;
+                   } catch (const std::exception& error) {
+                     report_error(error.what());
+                     return kNotCompared;
+                   }
+                 });
 }
 
 }  // namespace embermap::tools

@@ -10,6 +10,7 @@
 #include "base/size_text.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
+#include "tools/describe_file.hpp"
 #include "tools/paths.hpp"
 #include "tools/transfer.hpp"
 
@@ -20,26 +21,12 @@ struct Arguments {
   std::string file, from;
 };
 
-std::string shape_text(const std::vector<std::uint64_t>& shape) {
-  std::string out = "(";
-  for (std::size_t i = 0; i < shape.size(); ++i) out += (i == 0 ? "" : ", ") + grouped(shape[i]);
-  return out + (shape.size() == 1 ? ",)" : ")");
-}
-
-Json entry_json(const Entry& entry) {
-  Json attributes = Json::object();
-  for (const auto& [name, value] : entry.attributes) attributes[printable(name)] = json_text(value);
-  return {{"name", json_text(entry.name)},     {"shape", entry.shape},
-          {"dtype", json_text(entry.dtype)},   {"bytes", entry.bytes},
-          {"layout", json_text(entry.layout)}, {"attributes", std::move(attributes)}};
-}
-
 // Columns as wide as what stands in them; the name last, because it may be long.
 std::string table_text(const std::vector<Entry>& entries) {
   std::vector<std::array<std::string, 5>> lines;
   std::array<std::size_t, 5> width{};
   for (const Entry& entry : entries) {
-    lines.push_back({shape_text(entry.shape), printable(entry.dtype), format_size(entry.bytes), printable(entry.layout),
+    lines.push_back({shape_text(Json(entry.shape)), printable(entry.dtype), format_size(entry.bytes), printable(entry.layout),
                      printable(entry.name)});
     for (std::size_t i = 0; i < width.size(); ++i) width[i] = std::max(width[i], lines.back()[i].size());
   }
@@ -58,14 +45,8 @@ std::string table_text(const std::vector<Entry>& entries) {
 int list(const Arguments& arguments, const Common& common) {
   const Location location = parse_source("FILE", arguments.file, arguments.from);
   require_regular_file(location.file);
-  std::vector<Entry> entries = list_entries(location.file, location.format);
-  if (!location.selector.empty()) {
-    std::erase_if(entries,
-                  [&](const Entry& entry) { return entry.name != location.selector && entry.name != "/" + location.selector; });
-    if (entries.empty())
-      throw NotFound(fmt::format("{}: there is nothing called '{}' in it ('embermap ls {}' shows what is)",
-                                 printable(location.file), printable(location.selector), printable(location.file)));
-  }
+  const std::vector<Entry> entries =
+      chosen_entries(location.file, list_entries(location.file, location.format), location.selector);
   if (common.json) {
     Json list = Json::array();
     for (const Entry& entry : entries) list.push_back(entry_json(entry));

@@ -22,13 +22,6 @@
 namespace embermap::tools {
 namespace {
 
-std::string shape_text(const Json& shape) {
-  std::string text = "(";
-  for (std::size_t i = 0; i < shape.size(); ++i)
-    text += (i == 0 ? "" : ", ") + (shape[i].is_null() ? std::string("unlimited") : grouped(shape[i].get<std::uint64_t>()));
-  return text + (shape.size() == 1 ? ",)" : ")");
-}
-
 void add_sizes(Json& json, const struct stat& status) {
   json["file_bytes"] = static_cast<std::uint64_t>(status.st_size);
   json["allocated_bytes"] = static_cast<std::uint64_t>(status.st_blocks) * 512;
@@ -196,17 +189,7 @@ Json describe_other(const std::filesystem::path& path, const File& file, const s
   Json json{{"kind", format_name(format)}, {"path", json_text(path.native())}};
   add_sizes(json, file.status());
   Json entries = Json::array();
-  for (const Entry& entry : list_entries(path, format)) {
-    if (!selector.empty() && entry.name != selector) continue;
-    entries.push_back({{"name", json_text(entry.name)},
-                       {"dtype", json_text(entry.dtype)},
-                       {"shape", entry.shape},
-                       {"bytes", entry.bytes},
-                       {"layout", json_text(entry.layout)}});
-  }
-  if (!selector.empty() && entries.empty())
-    throw NotFound(fmt::format("{}: there is nothing called '{}' in it ('embermap ls {}' shows what is)", printable(path),
-                               printable(selector), printable(path)));
+  for (const Entry& entry : chosen_entries(path, list_entries(path, format), selector)) entries.push_back(entry_json(entry));
   json["entries"] = std::move(entries);
   return json;
 }
@@ -230,6 +213,32 @@ std::string other_text(const Json& d) {
 }
 
 }  // namespace
+
+std::string shape_text(const Json& shape) {
+  std::string text = "(";
+  for (std::size_t i = 0; i < shape.size(); ++i)
+    text += (i == 0 ? "" : ", ") + (shape[i].is_null() ? std::string("unlimited") : grouped(shape[i].get<std::uint64_t>()));
+  return text + (shape.size() == 1 ? ",)" : ")");
+}
+
+Json entry_json(const Entry& entry) {
+  Json json{{"name", json_text(entry.name)},
+            {"shape", entry.shape},
+            {"dtype", json_text(entry.dtype)},
+            {"bytes", entry.bytes},
+            {"layout", json_text(entry.layout)}};
+  for (const auto& [name, value] : entry.attributes) json["attributes"][printable(name)] = json_text(value);
+  return json;
+}
+
+std::vector<Entry> chosen_entries(const std::filesystem::path& file, std::vector<Entry> entries, const std::string& selector) {
+  if (selector.empty()) return entries;
+  std::erase_if(entries, [&](const Entry& entry) { return entry.name != selector && entry.name != "/" + selector; });
+  if (entries.empty())
+    throw NotFound(fmt::format("{}: there is nothing called '{}' in it ('embermap ls {}' shows what is)", printable(file),
+                               printable(selector), printable(file)));
+  return entries;
+}
 
 Json describe_file(const std::filesystem::path& path, const std::string& selector) {
   const File file = File::open(path, File::Mode::kRead);

@@ -16,6 +16,7 @@
 #include "base/error.hpp"
 #include "io/file.hpp"
 #include "io/lock.hpp"
+#include "store/manifest.hpp"
 #include "tools/arguments.hpp"
 #include "tools/console.hpp"
 #include "tools/paths.hpp"
@@ -198,24 +199,6 @@ void add_table_facts(Facts& facts, const Json& t) {
 }
 
 }  // namespace
-
-Json optimizer_json(const Optimizer& optimizer) {
-  Json json{{"name", optimizer_name(optimizer)}};
-  std::visit(
-      [&](const auto& o) {
-        visit_options(o, [&]<class T>(const char* name, const T& value, bool said) {
-          if (!said && is_unset(value)) return;
-          if constexpr (std::is_same_v<T, StepOf>)
-            json[name] = step_of_name(value);
-          else if constexpr (std::is_same_v<T, std::optional<double>>)
-            json[name] = *value;  // which is set
-          else
-            json[name] = value;
-        });
-      },
-      optimizer);
-  return json;
-}
 
 Json table_json(const Table& table) {
   const Geometry geometry = table.geometry();

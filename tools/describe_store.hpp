@@ -25,7 +25,6 @@ Json table_json(const Table& table);
 
 // {"kind": "table", "name", "error"}: a table that does not open, or whose files turn out to be broken.
 Json broken_table_json(const std::string& name, const std::string& error);
-Json optimizer_json(const Optimizer& optimizer);
 
 // The tables that a command goes through: the one named (NotFound if the store has none of that name), or all of them.
 std::vector<std::string> chosen_tables(Store& store, const std::string& name);

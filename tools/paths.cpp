@@ -12,6 +12,8 @@
 #include <vector>
 
 #include "base/error.hpp"
+#include "io/file.hpp"
+#include "io/npy.hpp"
 #include "store/store.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -53,6 +55,11 @@ std::filesystem::path store_of(const std::filesystem::path& file) {
 
 Location parse_with(std::string_view option, const std::string& text, std::string_view format_option, const std::string& format,
                     LocationOptions options) {
+  if (text == "-")
+    throw UsageError(
+        fmt::format("{}: '-', a pipe, is no file: rows are read back and forth, and a new file gets its name when it is "
+                    "whole; name a file ('./-' for one of that name)",
+                    option));
   try {
     if (!format.empty()) options.format = parse_format(format);
   } catch (const InvalidArgument& error) {
@@ -89,16 +96,6 @@ TablePath parse_table_path(const std::string& text, bool with_field) {
   }
   if (result.table.empty() || result.table == "." || result.table == "..") throw fail("names no table");
   return result;
-}
-
-std::filesystem::path store_around(const std::filesystem::path& path) {
-  std::error_code error;
-  std::filesystem::path file = path;
-  for (int links = 0; links < 40 && std::filesystem::is_symlink(file, error); ++links)  // also one that leads to nothing
-    file = file.parent_path() / std::filesystem::read_symlink(file, error);
-  const std::filesystem::path folder =
-      std::filesystem::canonical(file.has_parent_path() ? file.parent_path() : std::filesystem::path("."), error);
-  return !error && is_store(folder) ? folder : std::filesystem::path{};
 }
 
 bool store_at(const std::filesystem::path& path) {
@@ -144,30 +141,25 @@ bool same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
          first.st_ino == second.st_ino;
 }
 
-void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite) {
+void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite, bool whole) {
   const std::filesystem::path& file = destination.file;
   const auto status = status_of(file);
-  const auto refuse_inside_store = [&] {
-    if (const auto store = store_around(file); !store.empty())
-      throw InvalidArgument(
-          fmt::format("{} is in the own directory of the store {}; choose another place", printable(file), printable(store)));
-  };
-  if (!status) return refuse_inside_store();  // free, or a dangling link, which the writer refuses
+  if (!status) return check_outside_stores(file);  // free, or a dangling link, which the writer refuses
   if (S_ISDIR(status->st_mode)) throw IoError(EISDIR, "create", file);
   if (!S_ISREG(status->st_mode))
     throw InvalidArgument(fmt::format("{} is {}; it is not replaced by a file", printable(file), kind_of(status->st_mode)));
   if (const auto store = store_of(file); !store.empty())
     throw InvalidArgument(fmt::format("{} is a file of the store {}; it is not replaced", printable(file), printable(store)));
-  refuse_inside_store();
+  check_outside_stores(file);
   const bool adds = format_adds(destination.format);
-  if (adds && !destination.selector.empty()) return;  // adds to the file, or replaces the one named: the writer looks
+  if (adds && !destination.selector.empty() && !whole) return;  // adds to the file, or replaces the one named: the writer looks
   if (!overwrite) {
     if (!source.empty() && same_file(file, source))
       throw AlreadyExists(
           fmt::format("{} is the source itself; with --overwrite it is replaced when the new file is complete", printable(file)));
     throw AlreadyExists(fmt::format("{} already exists; --overwrite replaces it", printable(file)));
   }
-  if (!adds) return;
+  if (!adds || whole) return;
   std::vector<std::string> lost;
   try {
     const Location there = parse_location(file.native());
@@ -187,7 +179,14 @@ void check_destination(const Location& destination, const std::filesystem::path&
 void check_source_is_whole(const Location& source, std::uint64_t memory) {
   if (source.format != Location::Format::kNpy) return;
   const std::filesystem::path path = store_of(source.file);
-  if (path.empty()) return;
+  if (path.empty()) {
+    // NumPy passes over them too: several arrays may have been saved into one file.
+    const File file = File::open(source.file, File::Mode::kRead);
+    const NpyHeader header = read_npy_header(file);
+    const std::uint64_t end = header.data_offset + header.data_bytes(), size = file.size();
+    if (size > end) warn(fmt::format("{}: {} bytes follow its array, which are not read", printable(source.file), size - end));
+    return;
+  }
   const std::string name = std::filesystem::canonical(source.file).stem().native();
   std::uint64_t missing = 0, pages = 0;
   bool holes_are_right = true;

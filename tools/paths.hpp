@@ -25,9 +25,6 @@ TablePath parse_table_path(const std::string& text, bool with_field = false);
 // if there is no store at either place, IoError if that could not be found out.
 TablePath find_store_or_table(const std::string& text);
 
-// The store in whose own directory the file `path` is, or would be if it were written; links are followed. Empty: in none.
-std::filesystem::path store_around(const std::filesystem::path& path);
-
 // True if there is a store; throws IoError if that cannot be told ("Permission denied").
 bool store_at(const std::filesystem::path& path);
 
@@ -47,10 +44,12 @@ bool same_file(const std::filesystem::path& a, const std::filesystem::path& b);
 // (a directory), InvalidArgument (a device, anything in a store's own directory, an HDF5 file of several datasets none of which
 // is named: they would be lost). A named dataset of an HDF5 file is left to its writer, which keeps the others. `source` may be
 // empty.
-void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite);
+// `whole`: the file is replaced with all it holds, which is what --overwrite then means.
+void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite, bool whole = false);
 
 // Throws FormatError if `source` is the file of a table whose never-written rows are not what the file's holes read as: only the
-// store knows them. Warns if that store cannot be opened, with `memory`, to find out.
+// store knows them. Warns if that store cannot be opened, with `memory`, to find out, and of bytes that follow the array of any
+// other .npy file.
 void check_source_is_whole(const Location& source, std::uint64_t memory);
 
 }  // namespace embermap::tools

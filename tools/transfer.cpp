@@ -5,41 +5,11 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/checked.hpp"
-#include "base/size_text.hpp"
-#include "io/convert.hpp"
+#include "base/error.hpp"
 #include "tools/arguments.hpp"
 #include "tools/console.hpp"
 
 namespace embermap::tools {
-
-ConvertingReader::ConvertingReader(RowReader& source, DType to, std::uint64_t memory)
-    : source_{source}, ahead_{std::min<std::uint64_t>(memory / 2, 32_MiB)} {
-  memory -= ahead_;
-  rows_ = source.rows();
-  dim_ = source.dim();
-  dtype_ = to;
-  const std::uint64_t row_bytes = checked_mul(dim_, item_size(source.dtype()), "bytes of a row");
-  piece_rows_ = std::clamp<std::uint64_t>(source.block_rows(), 1,
-                                          std::max<std::uint64_t>(1, memory / std::max<std::uint64_t>(1, row_bytes)));
-}
-
-void ConvertingReader::read(std::uint64_t first, std::uint64_t count, std::byte* out) {
-  if (source_.dtype() == dtype_) return source_.read(first, count, out);
-  const std::uint64_t row_bytes = dim_ * item_size(source_.dtype());
-  for (std::uint64_t done = 0; done < count;) {
-    const std::uint64_t piece = std::min(piece_rows_, count - done);
-    buffer_.resize(std::max<std::size_t>(buffer_.size(), piece * row_bytes));
-    source_.read(first + done, piece, buffer_.data());
-    convert_rows(source_, first + done, piece, buffer_.data(), dtype_, out + done * dim_ * item_size(dtype_), report_);
-    done += piece;
-  }
-}
-
-std::uint64_t copy_memory(const RowReader& reader, DType to, std::uint64_t memory, std::uint64_t share) {
-  const std::uint64_t row = checked_mul(reader.dim(), item_size(reader.dtype()) + item_size(to), "bytes of a row");
-  return std::max(memory / share, std::min(memory, row));
-}
 
 void add_from_option(CLI::App& command, std::string& format) {
   command
@@ -89,27 +59,121 @@ void check_vocabulary_option(const std::string& vocabulary, bool words) {
     throw UsageError("--vocab is for formats with words: word2vec-text, word2vec-binary, glove, fasttext");
 }
 
-Json vocabulary_json(const WordTransfer& words) {
-  if (words.written().empty()) return Json::object();
-  return {{"vocabulary", json_text(words.written().native())}};
+void SourceArguments::add_to(CLI::App& command) {
+  add_from_option(command, from_);
+  command.add_option("--source-dtype", source_dtype_, "What bytes of SRC are that it does not say: V2, opaque, raw")
+      ->type_name("NAME");
+  layout_.add_to(command);
+  command.add_flag("--allow-external", allow_external_,
+                   "Read HDF5 datasets whose bytes lie in other files, below the folder of SRC");
+}
+
+std::optional<DType> SourceArguments::dtype() const { return optional_dtype("--source-dtype", source_dtype_); }
+
+ReadOptions SourceArguments::options(const Location& source) const {
+  ReadOptions out{.dtype = dtype(), .allow_external = allow_external_, .words = {}};
+  layout_.set(out, source);
+  return out;
+}
+
+void SelectionArguments::add_to(CLI::App& command, const char* order_help, bool with_rows) {
+  if (with_rows) rows_.add_to(command);
+  command.add_option("--order", order_, order_help)->type_name("FILE");
+  command
+      .add_option("--jobs", jobs_,
+                  "Threads that read and convert rows (default 1, beside one that writes); formats with words, "
+                  "which are parsed by all, and npz have one")
+      ->type_name("N");
+}
+
+RowSelection SelectionArguments::selection(bool permutation) const {
+  RowSelection out = rows_.selection();
+  out.order = order_;
+  out.permutation = permutation;
+  if (!order_.empty() && rows_.given()) throw UsageError("--order names the rows; --rows cannot be given too");
+  if (!jobs_.empty()) {
+    const std::uint64_t jobs = parse_count("--jobs", jobs_);
+    if (jobs == 0 || jobs > 256) throw UsageError(fmt::format("--jobs: {} is not within 1 to 256", jobs));
+    out.jobs = static_cast<unsigned>(jobs);
+  }
+  return out;
+}
+
+std::vector<NamedField> parse_fields(const std::string& text) {
+  std::vector<NamedField> out;
+  for (std::size_t begin = 0; begin <= text.size();) {
+    const std::size_t end = std::min(text.find(',', begin), text.size());
+    const std::string part = text.substr(begin, end - begin);
+    const std::size_t equals = part.find('=');
+    NamedField one{part.substr(0, equals), equals == std::string::npos ? part : part.substr(equals + 1)};
+    if (one.field.empty() || one.name.empty())
+      throw UsageError(fmt::format("--field: '{}' is no list of names, as in a,b or a=NAME,b", printable(text)));
+    for (const NamedField& other : out)
+      if (other.field == one.field) throw UsageError(fmt::format("--field: '{}' is named twice", printable(one.field)));
+    out.push_back(std::move(one));
+    begin = end + 1;
+  }
+  return out;
+}
+
+std::optional<DType> optional_dtype(std::string_view option, const std::string& text) {
+  if (text.empty()) return std::nullopt;
+  return parse_dtype_option(option, text);
+}
+
+void add_dtype_option(CLI::App& command, std::string& dtype, bool names_bytes) {
+  command
+      .add_option("--dtype", dtype,
+                  std::string("Convert the rows (nearest even)") +
+                      (names_bytes ? "; bfloat16 also names bytes the file cannot name" : ""))
+      ->type_name("NAME");
 }
 
 void DestinationArguments::add_to(CLI::App& command) {
   command.add_option("--gzip", gzip_, "HDF5, npz: compress with this level, 0 to 9 (default: not compressed)")
       ->type_name("LEVEL");
-  command.add_flag("--overwrite", overwrite_,
+  command.add_flag("--overwrite,--force", overwrite_,
                    "Replace DST if it exists (the dataset, member or tensor named), when the new one is complete");
+  command.add_flag("--check", check_, "Read DST back and compare it with the rows it was made of");
+  command.add_flag("--resume", resume_,
+                   "Go on with a copy to DST that was interrupted, and keep what is done if this one is: .DST.resume and "
+                   ".DST.resume.json beside DST, as long as it is not complete");
 }
 
-WriteOptions DestinationArguments::options(const Location& destination) const {
-  WriteOptions options{.overwrite = overwrite_};
-  if (gzip_.empty()) return options;
+void DestinationArguments::set(CopyOptions& options, const Location& destination) const {
+  options.overwrite = overwrite_;
+  options.check = check_;
+  options.resume = resume_;
+  if (gzip_.empty()) return;
   if (!format_compresses(destination.format))
     throw UsageError(fmt::format("--gzip: {} files are not compressed here", format_name(destination.format)));
   const std::uint64_t level = parse_count("--gzip", gzip_);
   if (level > 9) throw UsageError(fmt::format("--gzip: level {} is not in 0 to 9", level));
   options.gzip = static_cast<int>(level);
-  return options;
+}
+
+TransferResult transfer_result(const std::string& source, const std::string& destination, const CopyResult& copied,
+                               double seconds) {
+  return {.source = source,
+          .destination = destination,
+          .rows = copied.rows,
+          .dim = copied.dim,
+          .from = copied.from,
+          .to = copied.to,
+          .report = copied.report,
+          .seconds = seconds,
+          .remarks = copied.remarks};
+}
+
+Json copy_json(const CopyResult& copied, bool checked) {
+  Json json = Json::object();
+  if (!copied.vocabulary.empty()) json["vocabulary"] = json_text(copied.vocabulary.native());
+  if (!copied.order.empty()) json["order"] = json_text(copied.order.native());
+  if (copied.resumed != 0) json["resumed_rows"] = copied.resumed;
+  if (checked) json["checked"] = true;
+  if (!copied.reading.empty()) json["reading"] = copied.reading;
+  if (!copied.writing.empty()) json["writing"] = copied.writing;
+  return json;
 }
 
 void print_transfer(const Common& common, const TransferResult& result, const Json& extra) {
@@ -138,6 +202,27 @@ void print_transfer(const Common& common, const TransferResult& result, const Js
     for (const Remark& remark : result.remarks)
       if (!remark.doubt) print(remark.text + "\n");
   }
+}
+
+void print_transfers(const Common& common, const std::string& source, const std::string& destination,
+                     const std::vector<CopyResult>& copied, const std::vector<NamedField>& fields, bool checked, double seconds,
+                     const Json& extra) {
+  TransferResult result = transfer_result(source, destination, copied.front(), seconds);
+  Json more = extra;
+  more.update(copy_json(copied.front(), checked));
+  if (!fields.empty()) {
+    more["fields"] = Json::array();
+    for (std::size_t i = 0; i < copied.size(); ++i) {
+      more["fields"].push_back({{"name", json_text(fields[i].name)},
+                                {"rows", copied[i].rows},
+                                {"dim", copied[i].dim},
+                                {"dtype", dtype_name(copied[i].to)}});
+      if (i == 0) continue;
+      result.report.became_infinite += copied[i].report.became_infinite;
+      result.report.became_zero += copied[i].report.became_zero;
+    }
+  }
+  print_transfer(common, result, more);
 }
 
 }  // namespace embermap::tools

@@ -1,40 +1,22 @@
-// What import, export and convert share: converting, reporting.
+// What import, export and convert share: options, reporting.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <filesystem>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "io/copy_file.hpp"
 #include "io/rows.hpp"
 #include "io/vocabulary.hpp"
+#include "tools/any_rows.hpp"
 #include "tools/command.hpp"
+#include "tools/paths.hpp"
 
 namespace embermap::tools {
-
-// `source` with its values converted to `to` as they are read. For stores, which import what a reader gives.
-class ConvertingReader final : public RowReader {
- public:
-  // Keeps a reference to `source`. Uses at most `memory` bytes (at least one row).
-  ConvertingReader(RowReader& source, DType to, std::uint64_t memory);
-  std::string description() const override { return source_.description(); }
-  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override;
-  std::uint64_t block_rows() const override { return source_.block_rows(); }
-  std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
-    return source_.read_ahead(first, count, std::max(memory, ahead_));
-  }
-  bool sparse() const override { return source_.sparse(); }
-  std::string how() const override { return source_.how(); }
-  const ConversionReport& report() const noexcept { return report_; }
-
- private:
-  RowReader& source_;
-  std::uint64_t ahead_;  // bytes of the memory for what is read ahead
-  std::uint64_t piece_rows_;
-  std::vector<std::byte> buffer_;
-  ConversionReport report_;
-};
 
 inline constexpr const char* kSourceHelp =
     "x.npy, x.npy:field, x.npz:member, x.h5:/path/to/dataset, x.pt:tensor, x.vec, ... (`embermap ls FILE` shows what a file "
@@ -59,21 +41,57 @@ class LayoutArguments {
   bool follow_links_ = false;
 };
 
+// How a file is read: --from, --source-dtype, --dim, --offset, --allow-external.
+class SourceArguments {
+ public:
+  void add_to(CLI::App& command);
+  Location location(const std::string& text) const { return parse_source("SRC", text, from_); }
+  ReadOptions options(const Location& source) const;  // throws UsageError
+  std::optional<DType> dtype() const;
+
+ private:
+  std::string from_, source_dtype_;
+  LayoutArguments layout_;
+  bool allow_external_ = false;
+};
+
+// Which rows: --rows (only in some commands), --order, --jobs.
+class SelectionArguments {
+ public:
+  void add_to(CLI::App& command, const char* order_help, bool with_rows = true);
+  // `permutation`: whether the order has to be one. Throws UsageError.
+  RowSelection selection(bool permutation) const;
+
+ private:
+  RangeArguments rows_;
+  std::string order_, jobs_;
+};
+
+// "a,b" or "a=x,b": names, and what each is called in a file.
+struct NamedField {
+  std::string field, name;
+};
+std::vector<NamedField> parse_fields(const std::string& text);  // throws UsageError
+
+void add_dtype_option(CLI::App& command, std::string& dtype, bool names_bytes);  // --dtype
+std::optional<DType> optional_dtype(std::string_view option, const std::string& text);
+
 void add_vocabulary_option(CLI::App& command, std::string& vocabulary, const char* help);  // --vocab
 // Throws UsageError for a --vocab that nothing needs.
 void check_vocabulary_option(const std::string& vocabulary, bool words);
-// {"vocabulary": path} where one was written, for print_transfer().
-Json vocabulary_json(const WordTransfer& words);
 
-// --gzip and --overwrite.
+// How a file is written: --gzip, --overwrite, --check, --resume.
 class DestinationArguments {
  public:
   void add_to(CLI::App& command);
-  WriteOptions options(const Location& destination) const;  // throws UsageError
+  // Sets what concerns writing. Throws UsageError.
+  void set(CopyOptions& options, const Location& destination) const;
+  bool overwrite() const noexcept { return overwrite_; }
+  bool check() const noexcept { return check_; }
 
  private:
   std::string gzip_;
-  bool overwrite_ = false;
+  bool overwrite_ = false, check_ = false, resume_ = false;
 };
 
 // What was done, for --json and for people.
@@ -86,12 +104,18 @@ struct TransferResult {
   std::vector<Remark> remarks = {};  // of the source
 };
 
-// `memory` / `share` for copying, or more, up to all of it, where a single row takes that: an error then names what the user
-// gave.
-std::uint64_t copy_memory(const RowReader& reader, DType to, std::uint64_t memory, std::uint64_t share);
+// The same of a copy, with {"vocabulary", "order", "resumed_rows", "checked"} where there are such.
+TransferResult transfer_result(const std::string& source, const std::string& destination, const CopyResult& copied,
+                               double seconds);
+Json copy_json(const CopyResult& copied, bool checked);
 
 // Warns about values that became infinite or zero, and of doubts among the remarks; prints the result, and the other remarks, as
 // the options say. `extra` is added to the JSON object.
 void print_transfer(const Common& common, const TransferResult& result, const Json& extra = Json::object());
+
+// print_transfer() for copies of one or, where `fields` names them, several arrays, which the JSON object then lists as "fields".
+void print_transfers(const Common& common, const std::string& source, const std::string& destination,
+                     const std::vector<CopyResult>& copied, const std::vector<NamedField>& fields, bool checked, double seconds,
+                     const Json& extra = Json::object());
 
 }  // namespace embermap::tools

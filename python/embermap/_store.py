@@ -316,6 +316,7 @@ class Store:
         src: str | os.PathLike[str],
         *,
         dtype: Any = None,
+        source_dtype: Any = None,
         optimizer: optimizers.Optimizer | None = None,
         page_bytes: int | str = 4096,
         memory: int | str | None = None,
@@ -341,6 +342,7 @@ class Store:
                 dimension is rows, all others together are columns.
             dtype: convert to this dtype; None keeps the file's. Bytes that do not say what they
                 are (bfloat16 in a .npy, raw files) are taken as this.
+            source_dtype: what bytes are that do not say it, where `dtype` is another one.
             optimizer: one of `embermap.optim`; its state begins as in a new table.
             page_bytes, memory: as for create.
             allow_external: let an HDF5 file refer to raw files in its own folder.
@@ -363,6 +365,7 @@ class Store:
             _table_name(name),
             os.fsencode(src),
             None if dtype is None else _dtypes.dtype_name(dtype),
+            None if source_dtype is None else _dtypes.dtype_name(source_dtype),
             optimizers._to_core(optimizer),
             _checks.size(page_bytes, "page_bytes"),
             _table_memory(memory),
@@ -382,6 +385,37 @@ class Store:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        return Table(self, handle)
+
+    def import_all(
+        self,
+        name: str,
+        src: str | os.PathLike[str],
+        *,
+        format: str | None = None,  # noqa: A002
+        vocab: str | os.PathLike[str] | None = None,
+        progress: Progress | None = None,
+    ) -> Table:
+        """Make a table of a file that `Table.export_all` or `embermap export --all` wrote: equal to
+        the one exported, with every state of its optimizer, its steps and its vocabulary.
+
+        Args:
+            name: see the class.
+            src: the file.
+            format: the file's; None: what its content, else its name, tells.
+            vocab: the file that words go to; None: STORE/NAME.vocab.txt, "none": nowhere.
+            progress: as for `import_file`.
+
+        Raises: as `import_file`. On failure nothing is left.
+        """
+        words = self.path / f"{name}.vocab.txt" if vocab is None else vocab
+        handle = self._live.import_all(
+            _table_name(name),
+            os.fsencode(src),
+            None if format is None else str(format),
+            b"" if os.fspath(words) == "none" else os.fsencode(words),
+            progress,
+        )
         return Table(self, handle)
 
     def adopt(
@@ -436,7 +470,8 @@ class Store:
     def remove(self, name: str) -> None:
         """Delete a table and its files, for good, without a commit.
 
-        An adopted file stays, and so does the vocabulary of words that `import_file` has written.
+        An adopted file stays. The vocabulary and the order of rows that an import has put beside
+        the table, NAME.vocab.txt and NAME.order.npy, go with it.
 
         Raises: NotFoundError, PermissionError (store read-only).
         """

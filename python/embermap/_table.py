@@ -694,6 +694,86 @@ class Table:
             )
         return {"became_infinite": infinite, "became_zero": zero}
 
+    def export_all(
+        self,
+        dst: str | os.PathLike[str],
+        *,
+        optimizer_state: bool = False,
+        overwrite: bool = False,
+        gzip: int | None = None,
+        format: str | None = None,  # noqa: A002
+        vocab: str | os.PathLike[str] | None = None,
+        check: bool = False,
+        progress: Progress | None = None,
+    ) -> None:
+        """Write all of the table to one new file (npz, HDF5, safetensors, torch): every field under
+        its name, "vocabulary" (the bytes of its words, where it has some) and "embermap" (JSON: the
+        optimizer with its options and steps, seed, initial values). `Store.import_all` makes the
+        table of it again.
+
+        Args:
+            dst: where to.
+            optimizer_state: only what torch.optim's optimizer of this kind keeps, as
+                torch.save(optimizer.state_dict()) writes it, with the table as parameter 0.
+            overwrite: replace what is there (otherwise FileExistsError), with all it holds.
+            gzip: compression level 0 to 9, HDF5 and npz only; None does not compress.
+            format: the file's; None: what its name tells.
+            vocab: a file with the words of the rows, one a line; None: STORE/NAME.vocab.txt if that
+                is there, "none": without.
+            check: read the file back and compare.
+            progress: as for `export`.
+
+        Raises: as `export`; ValueError (a format that holds one array; an optimizer that torch has
+        not), CorruptError (check).
+        """
+        if gzip is not None:
+            gzip = _checks.integer(gzip, "gzip", most=9)
+        core = self._live
+        location = os.fsencode(dst)
+        kind = None if format is None else str(format)
+        self._store._check_outside(_core.location_file(location, kind))
+        beside = self._store.path / f"{self._name}.vocab.txt"
+        words = (beside if beside.exists() else "none") if vocab is None else vocab
+        core.export_all(
+            location,
+            kind,
+            bool(optimizer_state),
+            bool(overwrite),
+            gzip,
+            bool(check),
+            b"" if os.fspath(words) == "none" or optimizer_state else os.fsencode(words),
+            progress,
+        )
+
+    def import_optimizer_state(
+        self,
+        src: str | os.PathLike[str],
+        *,
+        parameter: int | None = None,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Take the state of a parameter of torch.save(optimizer.state_dict()) onto this table.
+
+        Its optimizer is of the same kind: all its state fields, the steps, and the options of the
+        parameter's group. Part of the next commit. Nothing in the file is executed.
+
+        Args:
+            src: the file.
+            parameter: its number in the file; None: the only one whose state fits.
+            progress: as for `export`.
+
+        Returns {"parameter": "state.0", "fields": names, "step"}.
+
+        Raises: NotFoundError, FormatError, ValueError (state that does not fit, before anything is
+        changed), OSError.
+        """
+        name, fields, step = self._live.import_optimizer_state(
+            os.fsencode(src),
+            None if parameter is None else _checks.integer(parameter, "parameter"),
+            progress,
+        )
+        return {"parameter": name, "fields": fields, "step": step}
+
     # --- parts ------------------------------------------------------------------------------------
 
     @staticmethod

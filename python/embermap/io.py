@@ -9,22 +9,23 @@
     em.io.ls("model.pt")                    # what a file holds
     em.convert("glove.6B.100d.txt", "glove.npy")
 
-docs/formats.md has all formats. Nothing in a file is executed. Rows are the first dimension: an
-array of more than two is rows of all the others.
+docs/formats.md has all formats. Parquet and Arrow files need the package pyarrow. Nothing in a file
+is executed. Rows are the first dimension: an array of more than two is rows of all the others.
 """
 
 from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import _checks, _core, _dtypes
+from . import _checks, _columns, _core, _dtypes, _errors
 
 __all__ = ["Entry", "Rows", "convert", "ls", "open"]
 
@@ -48,6 +49,8 @@ class Entry:
 
 # What `open` was asked for, its file with the whole path: what _core.FileRows takes.
 _Request = tuple[bytes, str | None, bool, str | None, int, int]
+# The same of a column in a Parquet or Arrow file, for _columns.ColumnRows.
+_ColumnRequest = tuple[_columns.Place, str | None, int | None]
 # Inode, bytes and time of modification of a file, which tell it from another one.
 _Stamp = tuple[int, int, int]
 
@@ -62,32 +65,31 @@ class Rows:
     a pickle keeps the path, not the rows. ValueError where the file is not the same any more.
     """
 
-    def __init__(self, request: _Request) -> None:
+    def __init__(self, request: _Request | _ColumnRequest) -> None:
         # Not for callers: from open().
-        core = _core.FileRows(*request)
+        core = _opened(request)
         self._core = core
         self._process = os.getpid()
         self._closed = False
-        # Relative to where it was opened; not normalized, for what follows a colon is no path.
-        self._request = (os.path.join(os.getcwdb(), request[0]), *request[1:])  # noqa: PTH109, PTH118
+        self._request = _from_anywhere(request)
         self._stamp = _stamp(self._request)
         self.shape: tuple[int, int] = (core.rows, core.dim)
         self._name = core.dtype
 
     @property
-    def _live(self) -> _core.FileRows:
+    def _live(self) -> _core.FileRows | _columns.ColumnRows:
         """The open file, of this process."""
         if self._closed:
-            raise ValueError(f"{os.fsdecode(self._request[0])!r} is closed")
+            raise ValueError(f"{_source_text(self._request)!r} is closed")
         if self._process != os.getpid():
             if _stamp(self._request) != self._stamp:
                 raise ValueError(_changed(self._request))
-            self._core, self._process = _core.FileRows(*self._request), os.getpid()
+            self._core, self._process = _opened(self._request), os.getpid()
         return self._core
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._closed:
-            raise ValueError(f"{os.fsdecode(self._request[0])!r} is closed")
+            raise ValueError(f"{_source_text(self._request)!r} is closed")
         return (_restore, (self._request, self._stamp))
 
     @property
@@ -110,7 +112,7 @@ class Rows:
         """What rows do not show of their array, a sentence each: a shape of other than two
         dimensions, a lossy filter of HDF5, chunks that were never written.
         """
-        return self._core.remarks
+        return self._core.remarks if isinstance(self._core, _core.FileRows) else []
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -233,6 +235,9 @@ def open(  # noqa: A001
 ) -> Rows:
     """Open the rows of a file: "x.npy", "x.h5:/dataset", "x.safetensors:tensor", "x.vec", ...
 
+    "x.parquet:column" and "x.arrow:column" (Feather too) are lists of numbers, all as long, or one
+    number a row; without a column the only one is taken.
+
     Args:
         src: the file, and after a colon the field, member, dataset or tensor in it.
         format: the file's, where content and name do not tell: "glove", "raw", ...
@@ -244,10 +249,13 @@ def open(  # noqa: A001
     Raises: FileNotFoundError, FormatError, NotFoundError (no such array; the error lists those that
     are there), TypeError (elements that no table can hold), ValueError, OSError.
     """
+    name = None if dtype is None else _dtypes.dtype_name(dtype)
+    if (place := _columns.place_of(src, format)) is not None:
+        return Rows((place, name, _checks.columns(dim) or None))
     return Rows(
         (
             os.fsencode(src),
-            None if dtype is None else _dtypes.dtype_name(dtype),
+            name,
             bool(allow_external),
             None if format is None else str(format),
             _checks.columns(dim),
@@ -256,16 +264,43 @@ def open(  # noqa: A001
     )
 
 
-def _stamp(request: _Request) -> _Stamp:
-    status = _core.location_file(request[0], request[3]).stat()
+def _of_column(request: _Request | _ColumnRequest) -> TypeGuard[_ColumnRequest]:
+    return isinstance(request[0], _columns.Place)
+
+
+def _opened(request: _Request | _ColumnRequest) -> _core.FileRows | _columns.ColumnRows:
+    if _of_column(request):
+        return _columns.ColumnRows(*request)
+    return _core.FileRows(*cast(_Request, request))
+
+
+def _from_anywhere(request: _Request | _ColumnRequest) -> _Request | _ColumnRequest:
+    """The same with the whole path: not normalized, for what follows a colon is no path."""
+    if _of_column(request):
+        place = request[0]
+        return (place._replace(file=pathlib.Path.cwd() / place.file), *request[1:])
+    plain = cast(_Request, request)
+    return (os.path.join(os.getcwdb(), plain[0]), *plain[1:])  # noqa: PTH109, PTH118
+
+
+def _source_text(request: _Request | _ColumnRequest) -> str:
+    return str(request[0].file) if _of_column(request) else os.fsdecode(cast(_Request, request)[0])
+
+
+def _stamp(request: _Request | _ColumnRequest) -> _Stamp:
+    if _of_column(request):
+        status = os.stat(request[0].file)  # noqa: PTH116
+    else:
+        plain = cast(_Request, request)
+        status = _core.location_file(plain[0], plain[3]).stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def _changed(request: _Request) -> str:
-    return f"{os.fsdecode(request[0])!r} has changed since it was opened"
+def _changed(request: _Request | _ColumnRequest) -> str:
+    return f"{_source_text(request)!r} has changed since it was opened"
 
 
-def _restore(request: _Request, stamp: _Stamp) -> Rows:
+def _restore(request: _Request | _ColumnRequest, stamp: _Stamp) -> Rows:
     if _stamp(request) != stamp:
         raise ValueError(_changed(request))
     return Rows(request)
@@ -273,6 +308,8 @@ def _restore(request: _Request, stamp: _Stamp) -> Rows:
 
 def ls(file: Path, *, format: str | None = None) -> list[Entry]:  # noqa: A002
     """The arrays in a file, found out from its headers alone. Raises as `open`."""
+    if (place := _columns.place_of(file, format)) is not None:
+        return [Entry(*entry) for entry in _columns.entries(place)]
     found = _core.list_file(os.fsencode(file), None if format is None else str(format))
     return [Entry(name, tuple(shape), dtype, size, how) for name, shape, dtype, size, how in found]
 
@@ -283,6 +320,8 @@ def convert(
     *,
     dtype: Any = None,
     rows: slice | tuple[int | None, int | None] | None = None,
+    order: Path | None = None,
+    fields: Sequence[str] | Mapping[str, str] | None = None,
     overwrite: bool = False,
     gzip: int | None = None,
     src_format: str | None = None,
@@ -292,6 +331,9 @@ def convert(
     dim: int | None = None,
     offset: int = 0,
     allow_external: bool = False,
+    check: bool = False,
+    resume: bool = False,
+    jobs: int = 1,
     memory: int | str = "256MiB",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -304,22 +346,38 @@ def convert(
         dst: where to; members, datasets and tensors are added to a file that is there.
         dtype: convert to this dtype (nearest even); None keeps the file's.
         rows: only these, a slice or (first, end) as of one, with step 1.
+        order: a file of row numbers, integers in any format, each row once: row i of `dst` is row
+            order[i] of `src`. The way back goes to "DST.order.npy".
+        fields: these arrays of `src` into one new file (npz, HDF5, safetensors, torch), under their
+            names, or {name in dst: name in src}.
         overwrite: replace what is there (otherwise FileExistsError).
-        gzip: compression level 0 to 9, HDF5 and npz only.
+        gzip: compression level 0 to 9; HDF5, npz and Parquet only.
         src_format, dst_format: where content and names do not tell.
         source_dtype: what bytes of `src` are that do not say it.
         vocab: the words of the rows, see docs/formats.md.
         dim, offset: columns, and bytes before the first row, of a raw `src`.
         allow_external: let an HDF5 file refer to raw files in its own folder.
+        check: read `dst` back and compare.
+        resume: go on with a copy that was interrupted, and keep what is done if this one is.
+        jobs: threads that read and convert.
         memory: bound of the buffers.
         progress: called with (done, total) rows; may raise to stop.
 
+    `order`, `fields`, `resume` and `jobs` are not for Parquet and Arrow files.
+
     Returns {"rows", "dim", "source_dtype", "dtype", "became_infinite", "became_zero"}: the last two
-    count values that the new dtype does not hold. Warns (UserWarning) of what `Rows.remarks` has.
+    count values that the new dtype does not hold. Also "vocabulary" and "order", files that were
+    written beside `dst`, "resumed_rows", and "fields", such a dict for each. Warns
+    (UserWarning) of what `Rows.remarks` has.
 
     Raises: as `open`; FileExistsError, TypeError (a value that the dtype cannot hold, by row and
-    column), ValueError (src is dst), OSError (a full disk).
+    column), ValueError (src is dst, or it would be in a store's own directory; no permutation),
+    CorruptError (check), OSError (a full disk).
     """
+    if gzip is not None:
+        gzip = _checks.integer(gzip, "gzip", most=9)
+    pairs = _pairs(fields)
+    sides = (_columns.place_of(src, src_format), _columns.place_of(dst, dst_format))
     first, end = 0, _ALL
     if rows is not None:
         if not isinstance(rows, slice) and not (isinstance(rows, tuple) and len(rows) == 2):
@@ -340,6 +398,33 @@ def convert(
             ) as there:
                 first, end, _ = part.indices(len(there))
         end = max(first, end)
+    threads = _checks.integer(jobs, "jobs", most=256)
+    if sides != (None, None):
+        if order is not None or pairs or resume or threads > 1:
+            raise ValueError("order, fields, resume and jobs are not for Parquet and Arrow files")
+        with open(
+            src,
+            format=src_format,
+            dtype=source_dtype,
+            dim=dim,
+            offset=offset,
+            allow_external=allow_external,
+        ) as there:
+            return _convert_columns(
+                there,
+                (os.fsdecode(src), os.fsdecode(dst)),
+                sides,
+                (min(first, len(there)), min(end, len(there))),
+                None if dtype is None else _dtypes.dtype_name(dtype),
+                overwrite=bool(overwrite),
+                gzip=gzip,
+                src_format=None if src_format is None else str(src_format),
+                dst_format=None if dst_format is None else str(dst_format),
+                vocab=vocab,
+                check=check,
+                memory=_checks.size(memory, "memory"),
+                progress=progress,
+            )
     found = _core.convert_file(
         os.fsencode(src),
         os.fsencode(dst),
@@ -347,17 +432,131 @@ def convert(
         None if source_dtype is None else _dtypes.dtype_name(source_dtype),
         first,
         end,
+        b"" if order is None else os.fsencode(order),
+        threads,
+        pairs,
         bool(overwrite),
-        None if gzip is None else _checks.integer(gzip, "gzip"),
+        gzip,
         None if src_format is None else str(src_format),
         None if dst_format is None else str(dst_format),
         b"" if vocab is None else os.fsencode(vocab),
         _checks.columns(dim),
         _checks.integer(offset, "offset"),
         bool(allow_external),
+        bool(check),
+        bool(resume),
         _checks.size(memory, "memory"),
         progress,
     )
-    _checks.tell(found[-1])
-    names = ("rows", "dim", "source_dtype", "dtype", "became_infinite", "became_zero")
-    return dict(zip(names, found[:-1], strict=True))
+    told: list[str] = found.pop("remarks")
+    for part in found.get("fields", {}).values():
+        told += [text for text in part.pop("remarks") if text not in told]
+    _checks.tell(told)
+    return found
+
+
+def _pairs(fields: Sequence[str] | Mapping[str, str] | None) -> list[tuple[str, str]]:
+    """(name in the new file, name in the old one)."""
+    if fields is None:
+        return []
+    if isinstance(fields, str):
+        raise TypeError(f"fields must be a list of names, not {fields!r}")
+    pairs = list(fields.items()) if isinstance(fields, Mapping) else [(n, n) for n in fields]
+    if not pairs:
+        raise ValueError("fields names nothing")
+    return [(str(name), str(of)) for name, of in pairs]
+
+
+def _convert_columns(
+    source: Rows,
+    names: tuple[str, str],
+    sides: tuple[_columns.Place | None, _columns.Place | None],
+    part: tuple[int, int],
+    dtype: str | None,
+    *,
+    overwrite: bool,
+    gzip: int | None,
+    src_format: str | None,
+    dst_format: str | None,
+    vocab: Path | None,
+    check: bool,
+    memory: int,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """From or to a Parquet or Arrow file: rows pass through Python, a block at a time."""
+    first, end = part
+    count, dim = max(0, end - first), source.shape[1]
+    kept = source._name
+    wanted = dtype or kept
+    into = sides[1]
+    file = into.file if into is not None else _core.location_file(os.fsencode(names[1]), dst_format)
+    come_from = sides[0].file if sides[0] is not None else None
+    if come_from is None:
+        come_from = _core.location_file(os.fsencode(names[0]), src_format, True)
+    if pathlib.Path(file).exists() and pathlib.Path(file).samefile(come_from):
+        raise ValueError(f"{file} is both source and destination")
+    out: Any
+    if into is not None:
+        if vocab is not None and os.fspath(vocab) != "none":
+            raise ValueError("vocab: Parquet and Arrow files take no words along")
+        out = _columns.ColumnWriter(into, count, dim, wanted, overwrite, gzip)
+    else:
+        out = _core.FileWriter(
+            os.fsencode(names[1]),
+            count,
+            dim,
+            wanted,
+            overwrite,
+            gzip,
+            dst_format,
+            os.fsencode(f"{come_from}.vocab.txt" if vocab is None else vocab)
+            if _core.has_words(os.fsencode(names[1]), dst_format) or vocab is not None
+            else b"",
+        )
+    infinite = zero = 0
+    widest = dim * max(_dtypes.ITEM_BYTES[kept], _dtypes.ITEM_BYTES[wanted])
+    block = max(1, min(memory // 4, _BLOCK_BYTES * 8) // max(1, widest))
+    try:
+        for at in range(first, first + count, block):
+            some = min(block, first + count - at)
+            raw = np.empty(some * dim * _dtypes.ITEM_BYTES[kept], np.uint8)
+            source._core.read(at, some, raw)
+            if wanted != kept:
+                made = np.empty(some * dim * _dtypes.ITEM_BYTES[wanted], np.uint8)
+                try:
+                    more = _core.convert_bytes(raw, kept, made, wanted)
+                except TypeError as error:
+                    raise TypeError(f"{source.description}, from row {at} on: {error}") from None
+                infinite, zero, raw = infinite + more[0], zero + more[1], made
+            out.write(raw)
+            if progress is not None:
+                progress(at - first + some, count)
+        out.finish()
+    finally:
+        out.close()
+    if check:
+        _check(source, names[1], dst_format, first, count, wanted)
+    return {
+        "rows": count,
+        "dim": dim,
+        "source_dtype": kept,
+        "dtype": wanted,
+        "became_infinite": infinite,
+        "became_zero": zero,
+    }
+
+
+def _check(
+    source: Rows, dst: str, dst_format: str | None, first: int, count: int, dtype: str
+) -> None:
+    """Raise CorruptError unless what was written is read as the rows it was made of."""
+    raw_needs = {"dtype": dtype, "dim": source.shape[1]} if dst_format == "raw" else {}
+    with open(dst, format=dst_format, **raw_needs) as there:
+        for at, block in there.blocks():
+            want = source[first + at : first + at + len(block)].astype(block.dtype)
+            bad = np.flatnonzero((want != block) & ~((want != want) & (block != block)))
+            if len(bad):
+                raise _errors.CorruptError(
+                    f"{dst}: read back, row {at + bad[0] // block.shape[1]}, column "
+                    f"{bad[0] % block.shape[1]} is not what was written"
+                )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
+
 import embermap as em
 import numpy as np
 import pytest
@@ -92,7 +95,7 @@ def test_errors_name_what_is_wrong(tmp_path, file):
     with pytest.raises(em.FormatError, match="bad.npy"):
         em.io.open(tmp_path / "bad.npy")
     with pytest.raises(ValueError, match="format"):
-        em.io.open(file, format="parquet")
+        em.io.open(file, format="parquetry")
     with pytest.raises(ValueError, match="dim"):
         em.io.open(file, dim=0)
 
@@ -186,6 +189,22 @@ def test_negated_tensors_are_refused(tmp_path):
         em.io.open(tmp_path / "x.pt")
 
 
+@pytest.mark.parametrize("value", [2**53 + 1, 2**63 - 1, -(2**63), 2**62 + 3])
+def test_whole_numbers_of_text_are_exact_beyond_doubles(tmp_path, value):
+    np.save(tmp_path / "x.npy", np.array([[value, 1]], np.int64))
+    em.convert(tmp_path / "x.npy", tmp_path / "x.vec", vocab="none", check=True)
+    em.convert(tmp_path / "x.vec", tmp_path / "y.npy", dtype="int64", vocab="none")
+    assert np.load(tmp_path / "y.npy").tolist() == [[value, 1]]
+
+
+@pytest.mark.parametrize("text", ["1.5", "nan", "inf", "9223372036854775808", "1e19"])
+def test_numbers_of_text_that_are_not_whole_are_refused(tmp_path, text):
+    (tmp_path / "x.vec").write_text(f"2 2\na 1 2.0\nb 1e2 {text}\n")
+    with pytest.raises(em.FormatError, match="column 1.*no whole number that int64 can hold"):
+        em.convert(tmp_path / "x.vec", tmp_path / "y.npy", dtype="int64", vocab="none")
+    assert not (tmp_path / "y.npy").exists()
+
+
 @pytest.mark.parametrize("value", [2**24 + 1, -(2**31) + 1])
 def test_whole_numbers_of_text_are_exact(tmp_path, value):
     np.save(tmp_path / "x.npy", np.array([[value, 1]], np.int32))
@@ -220,3 +239,100 @@ def test_rows_that_are_no_range(tmp_path, file, rows):
 def test_large_ids_are_out_of_range(file):
     with pytest.raises(IndexError, match=str(2**64 - 1)):
         em.io.open(file)[np.array([2**64 - 1], np.uint64)]
+
+
+def test_order_fields_and_check_in_python(tmp_path, values):
+    order = np.random.default_rng(1).permutation(1000)
+    np.save(tmp_path / "o.npy", order)
+    np.savez(tmp_path / "x.npz", a=values, b=values[:, :2])
+    found = em.convert(f"{tmp_path}/x.npz:a", tmp_path / "y.npy", order=tmp_path / "o.npy", jobs=3)
+    assert found["order"] == str(tmp_path / "y.npy.order.npy")
+    assert np.array_equal(np.load(tmp_path / "y.npy"), values[order])
+    found = em.convert(
+        tmp_path / "x.npz", tmp_path / "z.safetensors", fields={"c": "a", "b": "b"}, check=True
+    )
+    assert set(found["fields"]) == {"c", "b"}
+    assert np.array_equal(em.io.open(f"{tmp_path}/z.safetensors:c")[:], values)
+    with pytest.raises(ValueError, match="twice"):
+        np.save(tmp_path / "o.npy", np.where(order == 5, 6, order))
+        em.convert(f"{tmp_path}/x.npz:a", tmp_path / "w.npy", order=tmp_path / "o.npy")
+    assert not list(tmp_path.glob("w*"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_all_of_a_table_in_python(tmp_path):
+    with em.open(tmp_path / "s") as store:
+        table = store.create("t", rows=50, dim=3, optimizer=em.optim.Adam(0.1))
+        table.update(np.arange(20), np.ones((20, 3), np.float32))
+        table.export_all(tmp_path / "t.npz", check=True)
+        again = store.import_all("u", tmp_path / "t.npz")
+        assert (again.optimizer, again.step) == (table.optimizer, 1)
+        for field in table.fields:
+            one, two = table.read(0, 50, field=field), again.read(0, 50, field=field)
+            assert np.array_equal(one, two)
+        table.export_all(tmp_path / "o.pt", optimizer_state=True)
+        third = store.create("v", rows=50, dim=3, optimizer=em.optim.Adam(0.5))
+        found = third.import_optimizer_state(tmp_path / "o.pt")
+        assert found == {"parameter": "state.0", "fields": ["exp_avg", "exp_avg_sq"], "step": 1}
+        assert third.optimizer.lr == 0.1
+        with pytest.raises(ValueError, match="own directory"):
+            table.export_all(tmp_path / "s" / "x.npz")
+
+
+def test_a_removed_table_takes_its_words_along(tmp_path):
+    (tmp_path / "x.vec").write_text("2 2\na 1 2\nb 3 4\n")
+    with em.open(tmp_path / "s") as store:
+        store.import_file("t", tmp_path / "x.vec")
+        assert (tmp_path / "s" / "t.vocab.txt").exists()
+        store.remove("t")
+        assert not list((tmp_path / "s").glob("t.*"))
+
+
+def test_hdf5_of_other_dimensions_needs_no_name(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    rows = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+    with h5py.File(tmp_path / "x.h5", "w") as f:
+        f["cube"] = rows
+        f["line"] = np.arange(5)
+    assert np.array_equal(em.io.open(tmp_path / "x.h5")[:], rows.reshape(2, 12))
+    with h5py.File(tmp_path / "y.h5", "w") as f:
+        f["line"] = np.arange(5)
+    assert em.io.open(tmp_path / "y.h5").shape == (5, 1)
+
+
+def test_the_comment_of_an_archive_stays(tmp_path, file, values):
+    np.savez(tmp_path / "x.npz", a=values)
+    with zipfile.ZipFile(tmp_path / "x.npz", "a") as archive:
+        archive.comment = b"made by hand"
+    em.convert(file, f"{tmp_path}/x.npz:b")
+    with zipfile.ZipFile(tmp_path / "x.npz") as archive:
+        assert archive.comment == b"made by hand"
+        assert archive.testzip() is None
+
+
+def test_an_index_that_names_a_missing_tensor(tmp_path):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    save_file({"a": np.zeros((2, 2), np.float32)}, tmp_path / "one.safetensors")
+    index = {"weight_map": {"b": "one.safetensors"}}
+    (tmp_path / "x.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(em.FormatError, match="says that 'b' is in"):
+        em.io.ls(tmp_path / "x.safetensors.index.json")
+
+
+def test_source_dtype_of_an_import(tmp_path):
+    raw = np.arange(6, dtype=np.float16)
+    raw.tofile(tmp_path / "x.raw")
+    with em.open(tmp_path / "s") as store:
+        table = store.import_file(
+            "t", tmp_path / "x.raw", dtype="float32", source_dtype="float16", dim=2
+        )
+        assert table.dtype == np.float32
+        assert np.array_equal(table[:], raw.reshape(3, 2))
+
+
+def test_destinations_in_a_store_are_refused(tmp_path, file):
+    with em.open(tmp_path / "s") as store:
+        store.create("t", rows=2, dim=2)
+    for name in ("y.npy", "t.npy", "t.pages"):
+        with pytest.raises(ValueError, match="own directory of the store"):
+            em.convert(file, tmp_path / "s" / name, dst_format="npy", overwrite=True)

@@ -478,3 +478,22 @@ def test_training_on_a_gpu_goes_on(tmp_path, file):
         results.append([store[n].gather(torch.arange(ROWS)) for n in ("items", "users")])
         store.abandon()
     assert all(a.equal(b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk", b"PK\x03\x04" + bytes(100), b"\x80\x02}q\x00."])
+def test_a_file_that_is_none_is_a_value_error(tmp_path, junk):
+    with em.open(tmp_path / "s") as store:
+        tables(store)
+        model = Model(store)
+        (tmp_path / "m.pt").write_bytes(junk)
+        with pytest.raises(ValueError, match=r"m\.pt.*not a file of embermap"):
+            em.torch.load(model, tmp_path / "m.pt")
+        torch.save({"token": 1, "stores": 2}, tmp_path / "m.pt")
+        with pytest.raises(ValueError, match="not a file of embermap"):
+            em.torch.load(model, tmp_path / "m.pt")
+        (tmp_path / "m.pt").unlink()
+        (tmp_path / "m.pt.next").write_bytes(junk)
+        with pytest.raises(ValueError, match=r"m\.pt\.next.*in the way"):
+            em.torch.save(model, tmp_path / "m.pt")
+        assert (tmp_path / "m.pt.next").read_bytes() == junk
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["m.pt.next", "s"]

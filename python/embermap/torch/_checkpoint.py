@@ -60,9 +60,9 @@ def save(
 
     Returns the numbers of the commits, and the note.
 
-    Raises: ValueError (no store; note), TypeError (a state that `weights_only=True` would not
-    read; note), PermissionError (a store open read-only), OSError. The last commit and its file are
-    then still together.
+    Raises: ValueError (no store; note; a PATH.next that is no such file), TypeError (a state that
+    `weights_only=True` would not read; note), PermissionError (a store open read-only), OSError.
+    The last commit and its file are then still together.
     """
     stores = _stores(model, store)
     if not stores:
@@ -86,8 +86,9 @@ def save(
         "note": plain,
     }
     file = Path(os.fsdecode(path)).absolute()
+    unfinished = _next(file).exists() and _fits(_read_next(file), stores)
     _write(content, _part(file))
-    if _next(file).exists() and _fits(_read(_next(file)), stores):
+    if unfinished:
         _next(file).replace(file)  # of a run that ended between its commit and this
     _part(file).replace(_next(file))
     _sync_folder(file)
@@ -349,15 +350,40 @@ def _write(content: dict[str, Any], file: Path) -> None:
         raise
 
 
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 def _read(file: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    content: Any = torch.load(file, map_location=map_location, weights_only=True)
-    if not isinstance(content, dict) or "token" not in content or "stores" not in content:
+    try:
+        content: Any = torch.load(file, map_location=map_location, weights_only=True)
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # torch has many for what is no file of its own, cut short, or empty
+        raise ValueError(
+            f"{str(file)!r} is not a file of embermap.torch.save: {_first_line(error)}"
+        ) from error
+    keys = ("version", "token", "stores", "model", "optimizer", "rng", "note")
+    if not isinstance(content, dict) or not all(key in content for key in keys):
+        raise ValueError(f"{str(file)!r} is not a file of embermap.torch.save")
+    if not isinstance(content["version"], int) or not isinstance(content["stores"], list):
         raise ValueError(f"{str(file)!r} is not a file of embermap.torch.save")
     if content["version"] > _VERSION:
         raise ValueError(
             f"{str(file)!r} is of version {content['version']}; this embermap reads {_VERSION}"
         )
     return content
+
+
+def _read_next(file: Path) -> dict[str, Any]:
+    """What an interrupted `save` left. Raise ValueError for a file of somebody else's."""
+    try:
+        return _read(_next(file))
+    except (ValueError, OSError) as error:
+        raise ValueError(
+            f"{str(_next(file))!r} is in the way of {str(file)!r}, for which that name is needed: "
+            f"{error}; move it away"
+        ) from error
 
 
 def _sync_folder(file: Path) -> None:
