@@ -59,7 +59,8 @@ int run(int argc, char** argv) {
   app.set_help_flag("-h,--help", "Print this help and exit");
   app.require_subcommand(1);
   app.footer(
-      "Exit codes: 0 done, 1 failed, 2 wrong usage, 128 + signal when stopped; of diff 1 differ, 2 failed.\n'embermap COMMAND --help' shows a command's "
+      "Exit codes: 0 done, 1 failed, 2 wrong usage, 128 + signal when stopped; of diff 1 differ, 2 failed.\n'embermap COMMAND "
+      "--help' shows a command's "
       "options.");
   Common common;
   Action action;

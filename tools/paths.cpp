@@ -192,8 +192,7 @@ void check_source_is_whole(const Location& source, std::uint64_t memory) {
     const File file = File::open(source.file, File::Mode::kRead);
     const NpyHeader header = read_npy_header(file);
     const std::uint64_t end = header.data_offset + header.data_bytes(), size = file.size();
-    if (size > end)
-      warn(fmt::format("{}: {} bytes follow its array, which are not read", printable(source.file), size - end));
+    if (size > end) warn(fmt::format("{}: {} bytes follow its array, which are not read", printable(source.file), size - end));
     return;
   }
   const std::string name = std::filesystem::canonical(source.file).stem().native();
