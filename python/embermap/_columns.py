@@ -377,13 +377,15 @@ def entries(place: Place) -> list[tuple[str, tuple[int, ...], str, int, str]]:
     """(name, shape, dtype, bytes, layout) of each column."""
     source = _Source(place)
     try:
-        found = []
+        found: list[tuple[str, tuple[int, ...], str, int, str]] = []
         for each in source.columns():
             if place.column and each.name != place.column:
                 continue
             source.count(each.name)
             rows = source.rows
-            shape = (rows,) if not each.lists else (rows, -1 if each.dim is None else each.dim)
+            shape: tuple[int, ...] = (rows,)
+            if each.lists:
+                shape = (rows, -1 if each.dim is None else each.dim)
             if each.lists and each.dim is None and rows and each.known:
                 shape = (
                     rows,

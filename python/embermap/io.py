@@ -550,7 +550,10 @@ def _check(
     source: Rows, dst: str, dst_format: str | None, first: int, count: int, dtype: str
 ) -> None:
     """Raise CorruptError unless what was written is read as the rows it was made of."""
-    raw_needs = {"dtype": dtype, "dim": source.shape[1]} if dst_format == "raw" else {}
+    # What a raw file, which such a source may become, does not say.
+    raw_needs: dict[str, Any] = {}
+    if dst_format == "raw" or os.fsdecode(dst).lower().endswith(".raw"):
+        raw_needs = {"dtype": dtype, "dim": source.shape[1]}
     with open(dst, format=dst_format, **raw_needs) as there:
         for at, block in there.blocks():
             want = source[first + at : first + at + len(block)].astype(block.dtype)
