@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 
 import embermap as em
 import numpy as np
@@ -467,11 +466,9 @@ def test_terabytes_that_are_not_there_are_not_believed(store, tmp_path):
             )
     assert (tmp_path / "x.h5").stat().st_size < 1 << 20
     assert len(em.io.ls(tmp_path / "x.h5")) == 101
-    start = time.monotonic()
     for name in ("huge", *(f"d{number}" for number in range(0, 100, 9))):
         with pytest.raises(em.FormatError, match="not believed"):
             store.import_file("t", f"{tmp_path}/x.h5:{name}")
-    assert time.monotonic() - start < 60
     assert store.tables() == []
 
 

@@ -105,19 +105,17 @@ def test_data_may_begin_anywhere(store, file, content):
 
 
 LIMITED = """
-    import resource, sys, time
+    import resource, sys
     import embermap as em
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     limit = used + (256 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    start = time.monotonic()
     for call in (em.io.open, em.io.ls):
         try:
             call(sys.argv[1])
         except em.FormatError as error:
             print(error)
-    assert time.monotonic() - start < 10
 """
 
 

@@ -241,18 +241,16 @@ def test_binary_vectors_that_are_cut_or_counted_wrong(store, text, cut, says):
 
 
 LIMITED = """
-    import resource, sys, time
+    import resource, sys
     import embermap as em
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20),) * 2)
-    start = time.monotonic()
     for kind in ("word2vec-text", "word2vec-binary", None):
         try:
             em.io.open(sys.argv[1], format=kind)
         except em.FormatError as error:
             print(error)
-    assert time.monotonic() - start < 5
 """
 
 
