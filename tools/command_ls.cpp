@@ -27,11 +27,13 @@ std::string shape_text(const std::vector<std::uint64_t>& shape) {
 }
 
 Json entry_json(const Entry& entry) {
-  Json attributes = Json::object();
-  for (const auto& [name, value] : entry.attributes) attributes[printable(name)] = json_text(value);
-  return {{"name", json_text(entry.name)},     {"shape", entry.shape},
-          {"dtype", json_text(entry.dtype)},   {"bytes", entry.bytes},
-          {"layout", json_text(entry.layout)}, {"attributes", std::move(attributes)}};
+  Json json{{"name", json_text(entry.name)},
+            {"shape", entry.shape},
+            {"dtype", json_text(entry.dtype)},
+            {"bytes", entry.bytes},
+            {"layout", json_text(entry.layout)}};
+  for (const auto& [name, value] : entry.attributes) json["attributes"][printable(name)] = json_text(value);
+  return json;
 }
 
 // Columns as wide as what stands in them; the name last, because it may be long.
