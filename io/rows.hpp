@@ -140,12 +140,12 @@ class RowReader {
 // Opens an array, or the field named by the selector of a structured one: its first dimension is rows, all others together are
 // columns (one for an array of one dimension). A single value is refused, and zero columns too (FormatError with the shape).
 // Either byte order and Fortran order are read; bytes of a bool other than 0 are 1. Without a selector the only array is taken,
-// or the only numeric one of two dimensions or more (HDF5: of two); several are InvalidArgument that lists them. A name that is
-// not there is NotFound with what is; records without a field named are DTypeError with the fields. HDF5: filters that are
-// missing are named before anything is read (LZF is read by us); rows never written are the fill value; soft links are followed,
-// links into other files only as ReadOptions says. A dataset that declares more than 1 GiB and stores less than a byte for every
-// 1100 of it is refused. At most 128 MiB of chunks are kept between reads, or one chunk if that is larger. A file open for
-// writing elsewhere is LockedError. Of torch's files no pickle is executed (io/torch_pickle.hpp).
+// or the only numeric one of two dimensions or more (HDF5: of two, else of more); several are InvalidArgument that lists them. A
+// name that is not there is NotFound with what is; records without a field named are DTypeError with the fields. HDF5: filters
+// that are missing are named before anything is read (LZF is read by us); rows never written are the fill value; soft links are
+// followed, links into other files only as ReadOptions says. A dataset that declares more than 1 GiB and stores less than a byte
+// for every 1100 of it is refused. At most 128 MiB of chunks are kept between reads, or one chunk if that is larger. A file open
+// for writing elsewhere is LockedError. Of torch's files no pickle is executed (io/torch_pickle.hpp).
 std::unique_ptr<RowReader> open_rows(const Location& location, const ReadOptions& options = {});
 
 // open_rows() for rows that will become `to` (nothing: as they are). Where only a dtype makes sense of the bytes (V2, opaque) and

@@ -568,7 +568,7 @@ def test_a_signal_stops_cleanly(
 
 
 def test_a_full_disk_names_the_file_and_leaves_nothing(cli: Embermap, tmp_path: Path) -> None:
-    sparse_npy(tmp_path / "a.npy", 2**17, 128)  # 64 MiB
+    np.save(tmp_path / "a.npy", np.ones((2**17, 128), np.float32))  # 64 MiB, none of it a hole
     (tmp_path / "small").mkdir()
     script = (
         "mount -t tmpfs -o size=8m tmpfs small || exit 77\n"
