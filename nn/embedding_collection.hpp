@@ -1,6 +1,7 @@
 // Several tables in one call.
 #pragma once
 
+#include <c10/util/Exception.h>  // ordered_dict.h uses it without saying so
 #include <torch/ordered_dict.h>
 
 #include "nn/embedding.hpp"

@@ -16,11 +16,11 @@ class TensorRows final : public RowReader {
   }
   std::string description() const override { return c10::str("a tensor of shape ", tensor_.sizes()); }
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
-    const std::uint64_t row_bytes = dim_ * tensor_.element_size();
+    const std::uint64_t row_bytes = dim_ * item_size(dtype_);
     if (count != 0)
       std::memcpy(out, static_cast<const std::byte*>(tensor_.const_data_ptr()) + first * row_bytes, count * row_bytes);
   }
-  std::uint64_t block_rows() const override { return std::max<std::uint64_t>(1, (1 << 20) / (dim_ * tensor_.element_size())); }
+  std::uint64_t block_rows() const override { return std::max<std::uint64_t>(1, (1 << 20) / (dim_ * item_size(dtype_))); }
 
  private:
   torch::Tensor tensor_;

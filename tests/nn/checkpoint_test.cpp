@@ -1,5 +1,6 @@
 #include "nn/checkpoint.hpp"
 
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/torch.h>
 
 #include <cstdlib>

@@ -2,6 +2,7 @@
 #include <spawn.h>
 #include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <array>
 #include <csignal>
@@ -80,16 +81,16 @@ class Recommender : public TableTest {
 };
 
 TEST_F(Recommender, GoesOnWhereItWasKilled) {
-  const Outcome unbroken = run(folder_ / "unbroken", 100);
+  const Outcome unbroken = run(folder_ / "unbroken", 60);
   ASSERT_EQ(unbroken.status, 0) << unbroken.text;
   EXPECT_THAT(unbroken.text, testing::Not(HasSubstr("goes on")));
 
-  const Outcome killed = run(folder_ / "killed", 100, "step 40,");
+  const Outcome killed = run(folder_ / "killed", 60, "step 20,");
   ASSERT_TRUE(WIFSIGNALED(killed.status)) << "it was done before it could be killed: " << killed.text;
-  const Outcome again = run(folder_ / "killed", 100);
+  const Outcome again = run(folder_ / "killed", 60);
   ASSERT_EQ(again.status, 0) << again.text;
   EXPECT_THAT(again.text, HasSubstr("goes on at commit"));
-  EXPECT_THAT(again.text, testing::Not(HasSubstr("step 40,")));
+  EXPECT_THAT(again.text, testing::Not(HasSubstr("step 20,")));
 
   const auto wanted = all_of(folder_ / "unbroken");
   const auto found = all_of(folder_ / "killed");
