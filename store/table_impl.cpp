@@ -22,7 +22,8 @@ namespace {
 // A gather of more ids is treated as several batches, so that its bookkeeping (20 bytes an id) stays small.
 constexpr std::uint64_t kGatherBlock = 1U << 20;
 constexpr std::uint64_t kGrain = 16384;  // ids a thread looks after at a time
-// Pages that a prefetch asks for at a time, at least. A batch that comes early reads those not yet asked for itself, at the same time.
+// Pages that a prefetch asks for at a time, at least. A batch that comes early reads those not yet asked for itself, at the same
+// time.
 constexpr std::uint64_t kPrefetchBytes = 16U << 20;
 
 std::uint64_t physical_memory() noexcept {
