@@ -24,9 +24,9 @@ namespace {
 constexpr std::uint64_t kGatherBlock = 1U << 20;
 constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();  // of carried_
 constexpr std::uint64_t kGrain = 16384;                                // ids a thread looks after at a time
-// Pages that a prefetch asks for at a time, at least. At the end of each the queue of the disk runs empty, and frames are found
-// for the next: with 128 requests in flight that costs less than a hundredth of reading so many.
-constexpr std::uint64_t kPrefetchBytes = 64U << 20;
+// Pages that a prefetch asks for at a time, at least. A batch that comes early reads those not yet asked for itself, at the same
+// time.
+constexpr std::uint64_t kPrefetchBytes = 16U << 20;
 
 std::uint64_t physical_memory() noexcept {
   const long pages = ::sysconf(_SC_PHYS_PAGES), bytes = ::sysconf(_SC_PAGESIZE);

@@ -906,8 +906,8 @@ def durability_text(machines: list[dict[str, Any]]) -> str:
         for case in durability_cases(machine, "train/"):
             rows.append(
                 [
-                    f"training, {case['case'].partition('/')[2]}: {loop}{settings['every']:,} batches of "
-                    f"{settings['batch']:,} ids and a commit, table of "
+                    f"training, {case['case'].partition('/')[2]}: {loop}{settings['every']:,} "
+                    f"batches of {settings['batch']:,} ids and a commit, table of "
                     f"{mib(4 * settings['memory'])} in {mib(settings['memory'])}",
                     f"{case['seconds']:.1f} s",
                     f"{case['ratio']:.2f} of the rate with durability none "
