@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+import os
 from dataclasses import fields
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from . import _core
@@ -87,3 +89,11 @@ def size(value: object, name: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f'{name} must be a number of bytes or a text like "8GiB", not {value!r}')
     return integer(value, name)
+
+
+def path(given: str | bytes | os.PathLike[str]) -> Path:
+    """The absolute path, so that os.chdir() does not matter later."""
+    where = os.fsdecode(given)
+    if "\0" in where:
+        raise ValueError(f"a path cannot hold a null character: {where!r}")
+    return Path(where).absolute()
