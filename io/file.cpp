@@ -112,7 +112,7 @@ int lock_whole(int fd, short type) {
 // Temporary files of `target` whose process was killed: nobody has the lock that TemporaryFile keeps. Where the file system has
 // no locks none is taken for one.
 void remove_abandoned(const std::filesystem::path& target, FileOps& ops) {
-  const std::string& name = target.filename().native();
+  const std::string name = target.filename().native();
   std::error_code ignored;
   for (std::filesystem::directory_iterator entry(directory_of(target), ignored), end; !ignored && entry != end;
        entry.increment(ignored)) {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+import os
 import warnings
 from dataclasses import fields
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from . import _core
@@ -94,3 +96,11 @@ def tell(remarks: list[str]) -> None:
     """Warn the caller's caller of what rows do not show of the file they come from."""
     for remark in remarks:
         warnings.warn(remark, UserWarning, stacklevel=3)
+
+
+def path(given: str | bytes | os.PathLike[str]) -> Path:
+    """The absolute path, so that os.chdir() does not matter later."""
+    where = os.fsdecode(given)
+    if "\0" in where:
+        raise ValueError(f"a path cannot hold a null character: {where!r}")
+    return Path(where).absolute()

@@ -440,7 +440,7 @@ class Store:
         """
         handle = self._live.adopt(
             _table_name(name),
-            Path(os.fsdecode(path)).absolute(),
+            _checks.path(path),
             bool(writable),
             None if dtype is None else _dtypes.dtype_name(dtype),
         )
@@ -584,7 +584,7 @@ class Store:
         copied), CorruptError (a page of the store is damaged), OSError (a full disk, naming the
         file), ValueError.
         """
-        return self._live.snapshot(Path(os.fsdecode(destination)), progress)
+        return self._live.snapshot(_checks.path(destination), progress)
 
     def refresh(self) -> int:
         """Bring a store opened with mode "r" to the last commit.
@@ -793,7 +793,7 @@ def open(  # noqa: A001
     end, see accept_unclean), StaleError (the store changes all the time; mode "r"), CudaError (no
     such device), OSError, ValueError.
     """
-    where = Path(os.fsdecode(path)).absolute()  # os.chdir() must not matter
+    where = _checks.path(path)
     if mode not in ("a", "r+", "r"):
         raise ValueError(f'mode must be "a", "r+" or "r", not {mode!r}')
     if direct is not None and not isinstance(direct, bool):

@@ -12,6 +12,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/error.hpp"
@@ -193,6 +194,21 @@ TEST(ThreadPool, CountsNearTheEndOf64BitsDoNotWrap) {
   EXPECT_EQ(pieces.front().first, 0U);
   for (std::size_t i = 0; i + 1 < pieces.size(); ++i) EXPECT_EQ(pieces[i].second, pieces[i + 1].first);
   EXPECT_EQ(pieces.back().second, kCount);
+}
+
+TEST(ThreadPool, StoppedItWorksOnItsCallersThread) {
+  ThreadPool pool(4);
+  pool.stop();
+  pool.stop();
+  std::atomic<std::uint64_t> sum{0};
+  std::atomic<bool> elsewhere{false};
+  const std::thread::id caller = std::this_thread::get_id();
+  pool.parallel_for(1000, 1, [&](std::uint64_t begin, std::uint64_t end) {
+    sum += end - begin;
+    if (std::this_thread::get_id() != caller) elsewhere = true;
+  });
+  EXPECT_EQ(sum, 1000U);
+  EXPECT_FALSE(elsewhere);
 }
 
 TEST(ThreadPool, AnAbsurdNumberOfThreadsIsRefused) {

@@ -520,13 +520,46 @@ def make_flat_rows() -> None:
     save("flat_rows", "raw_offset", b"\4\5" + struct.pack("<QB", 3, 4) + floats)
 
 
+def make_location() -> None:
+    for name, text in {
+        "plain": b"\0x.npy",
+        "dataset": b"\0x.h5:/path/to/dataset",
+        "colon": b"\0x.h5:y:/z",
+        "member": b"\0a:b.npz:v",
+        "nothing_behind": b"\0x.npy:",
+        "write": b"\1new.safetensors:encoder.weight",
+        "given": b"\2plain:field",
+        "given_raw": b"\x0eplain",
+        "bytes": b"\0caf\xe9\xff\n.h5:\xff",
+        "zero": b"\0x.npy\0:v",
+    }.items():
+        save("location", name, text)
+
+
+def make_safetensors_index() -> None:
+    one, two = "one.safetensors", "two.safetensors"
+    for name, index in {
+        "both": {"metadata": {"total_size": 32}, "weight_map": {"a": one, "b": two}},
+        "missing": {"weight_map": {"a": "three.safetensors"}},
+        "other_file": {"weight_map": {"a": two}},
+        "outside": {"weight_map": {"a": "../one.safetensors", "b": "/etc/passwd"}},
+        "itself": {"weight_map": {"a": "x.safetensors.index.json"}},
+        "no_names": {"weight_map": {"a": 1, "b": None, "c": [one]}},
+        "no_map": {"weight_map": [one]},
+        "none": {"weight_map": {}},
+    }.items():
+        save("safetensors_index", name, json.dumps(index).encode())
+
+
 if __name__ == "__main__":
     make_fasttext()
     make_flat_rows()
+    make_location()
     make_log()
     make_npy()
     make_npz()
     make_safetensors()
+    make_safetensors_index()
     make_torch()
     make_manifest()
     make_page_ledger()

@@ -210,6 +210,34 @@ TEST_F(TemporaryFileTest, WithoutCommitNothingIsLeft) {
   EXPECT_THAT(names(), IsEmpty());
 }
 
+// A process that ends without destructors leaves its file: whoever writes to the same name next removes it.
+TEST_F(TemporaryFileTest, WhatAKilledProcessLeftIsRemovedByTheNextOneOfItsName) {
+  const std::string longest(251, 'x');
+  for (const std::string& name : {std::string("x"), std::string("x.npy"), longest}) {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      TemporaryFile left = TemporaryFile::create(at(name), false);
+      left.file().write(0, std::string_view("half"));
+      ::_exit(0);
+    }
+    int status = 0;
+    ASSERT_EQ(::waitpid(child, &status, 0), child);
+  }
+  ASSERT_EQ(names().size(), 3U);
+  {
+    TemporaryFile other = TemporaryFile::create(at("y"), false);
+    EXPECT_EQ(names().size(), 4U);  // those of other names stay
+    TemporaryFile one = TemporaryFile::create(at("x"), false);
+    TemporaryFile two = TemporaryFile::create(at("x"), false);  // and those that are being written
+    EXPECT_EQ(names().size(), 5U);
+    TemporaryFile again = TemporaryFile::create(at("x.npy"), false);
+    TemporaryFile cut = TemporaryFile::create(at(longest), false);
+    EXPECT_EQ(names().size(), 5U);
+    one.commit();
+  }
+  EXPECT_EQ(names(), std::vector<std::string>{"x"});
+}
+
 TEST_F(TemporaryFileTest, ForkedChildLeavesTheFileToItsParent) {
   TemporaryFile temporary = TemporaryFile::create(at("x"), false);
   const pid_t child = ::fork();
