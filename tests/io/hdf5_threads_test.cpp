@@ -145,7 +145,7 @@ TEST_F(Hdf5ThreadsTest, CopyingBetweenFilesTakesTurns) {
     const auto reader = open_rows(file(0));
     const auto copy = create_rows(file(1), kRows, kDim, DType::kFloat32, {.gzip = 1});
     std::uint64_t blocks = 0;
-    copy_rows(*reader, *copy, DType::kFloat32, 64ULL << 20, [&](std::uint64_t, std::uint64_t) { ++blocks; });
+    copy_rows(*reader, *copy, DType::kFloat32, 8ULL << 20, [&](std::uint64_t, std::uint64_t) { ++blocks; });
     copy->finish();
     EXPECT_GT(blocks, 1U);
   }

@@ -39,7 +39,12 @@ class Recommender : public TableTest {
     std::string count = std::to_string(steps);
     std::array<char*, 4> arguments{name.data(), where.data(), count.data(), nullptr};
     pid_t child = 0;
-    EXPECT_EQ(posix_spawn(&child, name.c_str(), &actions, nullptr, arguments.data(), environ), 0);
+    // With one thread, and one way of adding, whatever places memory has: else sums of dense layers differ in their last bits.
+    std::string threads = "OMP_NUM_THREADS=1", sums = "MKL_CBWR=COMPATIBLE";
+    std::vector<char*> environment{threads.data(), sums.data()};
+    for (char** one = environ; *one != nullptr; ++one) environment.push_back(*one);
+    environment.push_back(nullptr);
+    EXPECT_EQ(posix_spawn(&child, name.c_str(), &actions, nullptr, arguments.data(), environment.data()), 0);
     posix_spawn_file_actions_destroy(&actions);
     ::close(ends[1]);
     Outcome out;
