@@ -289,14 +289,18 @@ std::uint64_t read_settings(const Reader& reader, Options& options) {
   return reader.integer("step");
 }
 
+std::optional<double> read_carried(const Reader& reader) {
+  if (!reader.has("carried")) return std::nullopt;
+  const double carried = reader.number("carried");
+  if (!std::isfinite(carried) || carried < 0)
+    reader.fail(fmt::format("has a 'carried' that is no number of at least 0: {}", carried));
+  return carried;
+}
+
 TableEntry read_table(const Reader& reader) {
   TableEntry entry;
   entry.step = read_settings(reader, entry);
-  if (reader.has("carried")) {
-    entry.carried = reader.number("carried");
-    if (!std::isfinite(*entry.carried) || *entry.carried < 0)
-      reader.fail(fmt::format("has a 'carried' that is no number of at least 0: {}", *entry.carried));
-  }
+  entry.carried = read_carried(reader);
   entry.geometry = {.rows = reader.integer("rows"),
                     .stride = reader.integer("stride"),
                     .rows_per_page = reader.integer("rows_per_page"),
@@ -483,19 +487,19 @@ Json optimizer_json(const Optimizer& optimizer) {
 }
 
 std::string table_settings_text(const Table& table) {
-  return Json{{"format", kSettingsName},
-              {"version", 1},
-              {"rows", table.rows()},
-              {"dim", table.dim()},
-              {"dtype", dtype_name(table.dtype())},
-              {"optimizer", optimizer_or_null(table.optimizer())},
-              {"init", init_json(table.initializer())},
-              {"seed", table.seed()},
-              {"step", table.step()},
-              {"page_bytes", table.page_bytes_option()},
-              {"memory", table.memory()}}
-             .dump(1) +
-         "\n";
+  Json json{{"format", kSettingsName},
+            {"version", 1},
+            {"rows", table.rows()},
+            {"dim", table.dim()},
+            {"dtype", dtype_name(table.dtype())},
+            {"optimizer", optimizer_or_null(table.optimizer())},
+            {"init", init_json(table.initializer())},
+            {"seed", table.seed()},
+            {"step", table.step()},
+            {"page_bytes", table.page_bytes_option()},
+            {"memory", table.memory()}};
+  if (const std::optional<double> carried = table.carried()) json["carried"] = *carried;
+  return json.dump(1) + "\n";
 }
 
 TableSettings parse_table_settings(std::string_view text, const std::filesystem::path& file) {
@@ -508,6 +512,7 @@ TableSettings parse_table_settings(std::string_view text, const std::filesystem:
   TableSettings out;
   out.options.rows = reader.integer("rows");
   out.step = read_settings(reader, out.options);
+  out.carried = read_carried(reader);
   if (reader.has("memory")) out.options.memory = reader.integer("memory");
   check_initializer(out.options.init, out.options.dtype);
   return out;

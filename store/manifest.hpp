@@ -77,6 +77,7 @@ nlohmann::ordered_json optimizer_json(const Optimizer& optimizer);
 struct TableSettings {
   TableOptions options;
   std::uint64_t step = 0;
+  std::optional<double> carried = {};
 };
 std::string table_settings_text(const Table& table);
 TableSettings parse_table_settings(std::string_view text, const std::filesystem::path& file);

@@ -166,6 +166,7 @@ class Store {
   struct ImportedState {
     std::map<std::string, RowReader*> fields = {};
     std::uint64_t step = 0;
+    std::optional<double> carried = {};  // Table::carried()
   };
   Table import(std::string_view name, RowReader& reader, TableOptions options, const ImportedState& state,
                const Progress& progress = {}, ConversionReport* report = nullptr);

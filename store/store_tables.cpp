@@ -184,6 +184,7 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   options.dim = reader.dim();
   TableEntry entry = new_entry(name, options);
   entry.step = state.step;
+  entry.carried = state.carried;
   const Geometry& geometry = entry.geometry;
   const Schema schema(entry.dim, entry.dtype, entry.optimizer);
   check_imported_state(schema, reader.rows(), state);

@@ -25,7 +25,8 @@ bool Table::writable() const { return impl_->writable(); }
 bool Table::big_endian() const { return impl_->entry().big_endian; }
 bool Table::adopted() const { return impl_->entry().adopted.has_value(); }
 void Table::set_optimizer(const Optimizer& optimizer) { impl_->set_optimizer(optimizer); }
-void Table::set_step(std::uint64_t step) { impl_->set_step(step); }
+std::optional<double> Table::carried() const { return impl_->carried(); }
+void Table::set_step(std::uint64_t step, std::optional<double> carried) { impl_->set_step(step, carried); }
 
 void Table::gather(std::span<const std::int64_t> ids, std::span<std::byte> out, std::string_view field) {
   impl_->gather(ids, out, field);

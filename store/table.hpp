@@ -179,8 +179,10 @@ class Table {
   std::uint64_t optimizer_version() const;  // changes with each set_optimizer() of this session
   // Changes the hyperparameters, not the kind nor the state fields nor what those begin with; kept by the next commit.
   void set_optimizer(const Optimizer& optimizer);
-  // Makes step() what it says, as for state that came from elsewhere; kept by the next commit.
-  void set_step(std::uint64_t step);
+  // Makes step() and carried() what is said, as for state that came from elsewhere; kept by the next commit.
+  void set_step(std::uint64_t step, std::optional<double> carried = {});
+  // What the next step takes over from the last one (carried_on() of kernels/optimizer.hpp); empty: nothing.
+  std::optional<double> carried() const;
   // Bytes of the store's budget for this table (frames, look-up, page bits, checksums), what it cannot use going to the others;
   // 0: by size. Takes effect at once; kept by the next commit, or, in a store that is open read-only, for this session. All
   // dirty pages are written. Throws BudgetError if it is too little for the table or leaves too little for the others, and what

@@ -100,7 +100,7 @@ Table import_table(Store& store, std::string_view name, const Location& source, 
                                                  field.elements, dtype_name(field.dtype)));
     readers.push_back(std::move(reader));
   }
-  Store::ImportedState state{.fields = {}, .step = settings.step};
+  Store::ImportedState state{.fields = {}, .step = settings.step, .carried = settings.carried};
   for (std::size_t i = 1; i < readers.size(); ++i) state.fields.emplace(schema.fields()[i].name, readers[i].get());
   // The words appear together with the rows: complete before those, taken away again where they fail.
   std::optional<TemporaryFile> words;
@@ -149,10 +149,13 @@ std::vector<std::pair<std::string, double>> torch_scalars(const Table& table) {
   const Optimizer optimizer = table.optimizer();
   if (std::holds_alternative<Sgd>(optimizer)) return out;
   out.emplace_back("step", static_cast<double>(step));
-  if (std::holds_alternative<NAdam>(optimizer)) out.emplace_back("mu_product", step_scalars(optimizer, step + 1).mu_product);
+  if (std::holds_alternative<NAdam>(optimizer))
+    out.emplace_back("mu_product", step_scalars(optimizer, step + 1, 0, table.carried()).mu_product);
   if (const auto* asgd = std::get_if<Asgd>(&optimizer)) {
     const auto t = static_cast<double>(step);
-    out.emplace_back("eta", step == 0 ? asgd->lr : asgd->lr / std::pow(1 + asgd->lambd * asgd->lr * t, asgd->alpha));
+    out.emplace_back("eta", table.carried() ? *table.carried()
+                            : step == 0     ? asgd->lr
+                                            : asgd->lr / std::pow(1 + asgd->lambd * asgd->lr * t, asgd->alpha));
     out.emplace_back("mu", step == 0 ? 1 : 1 / std::max(1.0, t - asgd->t0));
   }
   return out;
@@ -443,7 +446,12 @@ TorchStateReport import_torch_state(Table& table, const std::filesystem::path& f
     }
   }
   table.set_optimizer(optimizer);
-  if (step) table.set_step(report.step);
+  if (step) {
+    std::optional<double> carried;
+    if (std::holds_alternative<NAdam>(optimizer) && !per_row) carried = state.number(report.parameter + ".mu_product");
+    if (std::holds_alternative<Asgd>(optimizer)) carried = state.number(report.parameter + ".eta");
+    table.set_step(report.step, carried);
+  }
   return report;
 }
 

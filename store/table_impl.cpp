@@ -510,13 +510,20 @@ void TableImpl::set_optimizer(const Optimizer& optimizer) {
   entry_changed_ = true;
 }
 
-void TableImpl::set_step(std::uint64_t step) {
+void TableImpl::set_step(std::uint64_t step, std::optional<double> carried) {
   core_->check_usable();
   const auto lock = alone();
   check_open();
   check_writable();
   step_ = step;
+  carried_ = carried.value_or(kNothing);
   entry_changed_ = true;
+}
+
+std::optional<double> TableImpl::carried() const {
+  const auto lock = side_by_side();
+  const double carried = carried_.load();
+  return std::isnan(carried) ? std::nullopt : std::optional(carried);
 }
 
 void TableImpl::set_memory(std::uint64_t bytes) {

@@ -86,7 +86,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::uint64_t step() const;
   std::uint64_t optimizer_version() const noexcept { return optimizer_version_; }
   void set_optimizer(const Optimizer& optimizer);
-  void set_step(std::uint64_t step);
+  void set_step(std::uint64_t step, std::optional<double> carried);
+  std::optional<double> carried() const;
   void set_memory(std::uint64_t bytes);  // what the entry says of it; set_share() makes it so
   // Keeps everybody else out while the lock lives: the commit of all tables is one moment. For the members up to set_share().
   std::unique_lock<FairSharedMutex> stand_still();

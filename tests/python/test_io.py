@@ -260,6 +260,30 @@ def test_order_fields_and_check_in_python(tmp_path, values):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("way", ["all", "optimizer state"])
+@pytest.mark.parametrize(
+    "kind", [lambda lr: em.optim.NAdam(lr, betas=(1 - lr, 0.99)), lambda lr: em.optim.ASGD(lr)]
+)
+def test_what_steps_carry_on_goes_along(tmp_path, kind, way):
+    ids, grads = np.arange(20), np.ones((20, 3), np.float32)
+    with em.open(tmp_path / "s") as store:
+        table = store.create("t", rows=20, dim=3, optimizer=kind(0.1))
+        for lr in (0.1, 0.3, 0.2):  # as a scheduler has it
+            table.optimizer = kind(lr)
+            table.update(ids, grads)
+        if way == "all":
+            table.export_all(tmp_path / "t.npz")
+            again = store.import_all("u", tmp_path / "t.npz")
+        else:
+            table.export_all(tmp_path / "t.pt", optimizer_state=True)
+            again = store.create("u", rows=20, dim=3, optimizer=kind(0.2))
+            again.import_optimizer_state(tmp_path / "t.pt")
+            again[:] = table[:]
+        for one in (table, again):
+            one.update(ids, grads)
+        assert np.allclose(table[:], again[:], rtol=1e-6, atol=0)
+
+
 def test_all_of_a_table_in_python(tmp_path):
     with em.open(tmp_path / "s") as store:
         table = store.create("t", rows=50, dim=3, optimizer=em.optim.Adam(0.1))
