@@ -16,6 +16,7 @@
 #include "io/addition.hpp"
 #include "io/elements.hpp"
 #include "io/formats.hpp"
+#include "io/streams.hpp"
 #include "io/torch_file.hpp"
 #include "io/torch_pickle.hpp"
 #include "io/zip.hpp"
@@ -227,9 +228,11 @@ class TorchRowReader final : public RowReader {
                                                    tensor.storage_elements, item));
     ReadBytes source;
     if (place->member == nullptr) {
-      source = [file = &archive_->file, begin = place->offset](std::uint64_t offset, std::span<std::byte> out) {
-        file->read(begin + offset, out);
+      plain_ = std::make_unique<StreamedFile>(archive_->file);
+      source = [this, begin = place->offset](std::uint64_t offset, std::span<std::byte> out) {
+        plain_->read(begin + offset, out);
       };
+      storage_begin_ = place->offset;
     } else {
       // torch can be told to leave checksums out, and does not look at them itself.
       reader_ = std::make_unique<ZipMemberReader>(archive_->file, *archive_->directory, *place->member, /*check=*/false);
@@ -253,14 +256,18 @@ class TorchRowReader final : public RowReader {
   std::uint64_t block_rows() const override { return strided_.block_rows(); }
   std::uint64_t read_ahead(std::uint64_t first, std::uint64_t count, std::uint64_t memory) override {
     const auto [begin, end] = strided_.bytes_of(first, count);
-    return reader_->read_ahead(begin, end, memory);
+    if (reader_) return reader_->read_ahead(begin, end, memory);
+    return plain_->read_ahead(storage_begin_ + begin, storage_begin_ + end, memory);
   }
-  bool sparse() const override { return reader_->sparse(); }
-  std::string how() const override { return reader_->how(); }
+  bool sparse() const override { return reader_ ? reader_->sparse() : plain_->sparse(); }
+  std::string how() const override { return reader_ ? reader_->how() : plain_->how(); }
 
  private:
   std::unique_ptr<Archive> archive_;
+  // One of these: the storage is a member of an archive, or lies in the file from `storage_begin_` on.
   std::unique_ptr<ZipMemberReader> reader_;
+  std::unique_ptr<StreamedFile> plain_;
+  std::uint64_t storage_begin_ = 0;
   std::string where_, text_;
   StridedRows strided_;
 };
