@@ -104,13 +104,20 @@ PartialRows::PartialRows(const std::filesystem::path& target, const Copy& copy, 
       overwrite_{overwrite},
       row_bytes_{checked_mul(copy.dim, item_size(copy.dtype), "bytes of a row")} {
   { (void)TemporaryFile::create(target, overwrite); }  // whether the target may be written is known before the rows are
-  file_ = open_partial(rows_path_);
-  if (::flock(file_.fd(), LOCK_EX | LOCK_NB) != 0) {
-    if (errno == EWOULDBLOCK)
-      throw LockedError(
-          fmt::format("{} is being written by another process, which makes {}", printable(rows_path_), printable(target)));
-    throw IoError(errno, "flock", rows_path_);
+  for (;;) {
+    file_ = open_partial(rows_path_);
+    if (::flock(file_.fd(), LOCK_EX | LOCK_NB) != 0) {
+      if (errno == EWOULDBLOCK)
+        throw LockedError(
+            fmt::format("{} is being written by another process, which makes {}", printable(rows_path_), printable(target)));
+      throw IoError(errno, "flock", rows_path_);
+    }
+    // Between the two another process may have finished the file, which then is the target, or removed it.
+    const struct stat ours = file_.status();
+    struct stat there {};
+    if (::stat(rows_path_.c_str(), &there) == 0 && there.st_ino == ours.st_ino && there.st_dev == ours.st_dev) break;
   }
+  if (!overwrite_) (void)TemporaryFile::create(target, /*overwrite=*/false);  // nor has it appeared meanwhile
   const std::uint64_t all =
       checked_add(copy_.header.size(), checked_mul(copy_.rows, row_bytes_, "bytes of the rows"), "bytes of the file");
   std::error_code ignored;

@@ -60,8 +60,8 @@ class InverseOrder {
 // row once, neighbours together.
 class OrderedReader final : public RowReader {
  public:
-  // Takes both. `memory`: for a block, at least one row. `words`: is given the words of the new rows; the source must have been
-  // opened with source_words() of this `exchange`, which both share.
+  // Takes both. `memory`: for a block, at least one row. `words`: its sink is given the words of the new rows; the source must
+  // have been opened with a sink that appends to its `read`.
   struct Words {
     std::vector<std::pair<std::uint64_t, std::string>> read;  // by rows of the source, ascending
     WordSink sink;

@@ -880,7 +880,15 @@ class FileRows {
   std::string dtype() const { return std::string(dtype_name(open().dtype())); }
   std::uint64_t block_rows() const { return open().block_rows(); }
   std::string description() const { return open().description(); }
-  nb::list remarks() const { return texts_of(open().remarks()); }
+  nb::list remarks() {
+    std::vector<Remark> found;
+    {
+      const nb::gil_scoped_release release;
+      const std::lock_guard lock(mutex_);
+      found = open().remarks();
+    }
+    return texts_of(found);
+  }
   void read(std::uint64_t first, std::uint64_t count, const WritableBytes& out) {
     const std::span<std::byte> to = bytes_of(out);
     const nb::gil_scoped_release release;

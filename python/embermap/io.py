@@ -112,7 +112,8 @@ class Rows:
         """What rows do not show of their array, a sentence each: a shape of other than two
         dimensions, a lossy filter of HDF5, chunks that were never written.
         """
-        return self._core.remarks if isinstance(self._core, _core.FileRows) else []
+        live = self._live
+        return live.remarks if isinstance(live, _core.FileRows) else []
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -410,7 +411,7 @@ def convert(
             offset=offset,
             allow_external=allow_external,
         ) as there:
-            return _convert_columns(
+            found = _convert_columns(
                 there,
                 (os.fsdecode(src), os.fsdecode(dst)),
                 sides,
@@ -425,6 +426,8 @@ def convert(
                 memory=_checks.size(memory, "memory"),
                 progress=progress,
             )
+            _checks.tell(there.remarks)
+            return found
     found = _core.convert_file(
         os.fsencode(src),
         os.fsencode(dst),
