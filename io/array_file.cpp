@@ -199,6 +199,7 @@ class Hdf5Arrays final : public ArraysInTurn {
   void begin(const ArrayShape& array) override {
     WriteOptions options = options_;
     options.overwrite = false;
+    options.attributes = array.attributes;
     writer_ = create_hdf5_rows(Location{path_, array.name, Location::Format::kHdf5}, array.rows, array.dim, array.dtype, options);
   }
   void write(std::uint64_t rows, std::span<const std::byte> bytes) override { writer_->write(rows, bytes.data()); }
@@ -272,7 +273,8 @@ std::vector<CopyResult> copy_arrays(const std::vector<RowOrigin>& origins, const
   for (std::size_t i = 0; i < origins.size(); ++i) {
     rows.push_back(std::make_unique<SelectedRows>(origins[i], options.rows, options.dtype, WordSink{}, share));
     const RowReader& reader = rows.back()->reader();
-    arrays.push_back({names[i], reader.rows(), reader.dim(), reader.dtype()});
+    arrays.push_back({names[i], reader.rows(), reader.dim(), reader.dtype(), options.attributes});
+    arrays.back().attributes.emplace_back("source_dtype", dtype_name(rows.back()->from()));
     results.push_back({.rows = reader.rows(),
                        .dim = reader.dim(),
                        .from = rows.back()->from(),
@@ -280,7 +282,8 @@ std::vector<CopyResult> copy_arrays(const std::vector<RowOrigin>& origins, const
                        .report = {},
                        .vocabulary = {},
                        .order = {},
-                       .resumed = 0});
+                       .resumed = 0,
+                       .remarks = reader.remarks()});
     all += reader.rows();
   }
   std::optional<InverseOrder> inverse;

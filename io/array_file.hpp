@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "io/copy_file.hpp"
@@ -16,6 +17,7 @@ struct ArrayShape {
   std::string name;
   std::uint64_t rows = 0, dim = 0;
   DType dtype = DType::kFloat32;
+  std::vector<std::pair<std::string, std::string>> attributes = {};  // as WriteOptions has them
 };
 
 // Not thread-safe. Without finish() nothing is left behind.

@@ -220,6 +220,10 @@ void print_transfers(const Common& common, const std::string& source, const std:
       if (i == 0) continue;
       result.report.became_infinite += copied[i].report.became_infinite;
       result.report.became_zero += copied[i].report.became_zero;
+      for (const Remark& remark : copied[i].remarks)
+        if (std::none_of(result.remarks.begin(), result.remarks.end(),
+                         [&](const Remark& one) { return one.text == remark.text; }))
+          result.remarks.push_back(remark);
     }
   }
   print_transfer(common, result, more);
