@@ -473,9 +473,9 @@ Checkpoint save(const torch::nn::Module& model, const Path& path, std::vector<St
   for (Store& store : stores) content.stores.push_back(describe(store, store.commit_number() + 1));
 
   const Path file = std::filesystem::absolute(path);
+  const bool unfinished = std::filesystem::exists(next_of(file)) && fits(read(next_of(file)), stores);
   write(content, part_of(file));
-  if (std::filesystem::exists(next_of(file)) && fits(read(next_of(file)), stores))
-    move_file(next_of(file), file);  // of a run that ended between its commit and this
+  if (unfinished) move_file(next_of(file), file);  // of a run that ended between its commit and this
   move_file(part_of(file), next_of(file));
   sync_directory(file.parent_path());
   Json note = content.note.is_null() ? Json::object() : content.note;

@@ -276,8 +276,8 @@ def test_fields_are_arrays_of_one_file(cli, tmp_path, name):
             assert np.array_equal(arrays[field], store["t"].read(0, ROWS, field=field))
     if name == "y.h5":
         with h5py.File(tmp_path / name) as file:
-            assert file["w"].attrs["source"] == str(table)
-            assert file["exp_avg"].attrs["source_dtype"] == "float32"
+            assert file["w"].attrs["source"] == str(table).encode()
+            assert file["exp_avg"].attrs["source_dtype"] == b"float32"
     cli.fails("export", table, tmp_path / name, "--field", "weight,exp_avg", says=["exists"])
     cli.ok("export", table, tmp_path / name, "--field", "weight,exp_avg", "--overwrite")
     assert set(read_all(tmp_path / name)) == {"weight", "exp_avg"}
