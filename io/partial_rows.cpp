@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <nlohmann/json.hpp>
 #include <optional>
-#include <utility>
 
 #include "base/checked.hpp"
 #include "base/error.hpp"
@@ -81,10 +80,12 @@ std::filesystem::path resolved(const std::filesystem::path& target) {
   return error ? target : path;
 }
 
-File open_partial(const std::filesystem::path& path) {
+File open_partial(const std::filesystem::path& path, bool& created) {
+  created = true;
   try {
     return File::open(path, File::Mode::kCreateNew);
   } catch (const AlreadyExists&) {
+    created = false;
     return File::open(path, File::Mode::kReadWrite);
   }
 }
@@ -104,8 +105,9 @@ PartialRows::PartialRows(const std::filesystem::path& target, const Copy& copy, 
       overwrite_{overwrite},
       row_bytes_{checked_mul(copy.dim, item_size(copy.dtype), "bytes of a row")} {
   { (void)TemporaryFile::create(target, overwrite); }  // whether the target may be written is known before the rows are
+  bool created = false;
   for (;;) {
-    file_ = open_partial(rows_path_);
+    file_ = open_partial(rows_path_, created);
     if (::flock(file_.fd(), LOCK_EX | LOCK_NB) != 0) {
       if (errno == EWOULDBLOCK)
         throw LockedError(
@@ -118,6 +120,8 @@ PartialRows::PartialRows(const std::filesystem::path& target, const Copy& copy, 
     if (::stat(rows_path_.c_str(), &there) == 0 && there.st_ino == ours.st_ino && there.st_dev == ours.st_dev) break;
   }
   if (!overwrite_) (void)TemporaryFile::create(target, /*overwrite=*/false);  // nor has it appeared meanwhile
+  // A record without rows: whoever wrote it ended when these had the target's name already.
+  if (created) file_.ops().unlink(record_path_.c_str());
   const std::uint64_t all =
       checked_add(copy_.header.size(), checked_mul(copy_.rows, row_bytes_, "bytes of the rows"), "bytes of the file");
   std::error_code ignored;

@@ -229,8 +229,8 @@ class Table {
   // For a batch to come, on a device: where all of the table is in memory, its records are fetched while other work goes on, on a
   // stream of the store's own that follows `stream`; it waits for nothing. What update() and add() change until then is seen:
   // gather_prefetched() gives what gather() would. Empty, and nothing done, where rows are not all in memory (prefetch() then
-  // reads their pages), or the batch has more than 1 GiB of records. The ids must stay as they are until gather_prefetched(), or
-  // until `stream` has been waited for after the last copy of this has gone. It holds device memory, as gather_working_set().
+  // reads their pages), or the batch has more than 1 GiB of records. The ids must stay as they are until gather_prefetched() has
+  // given rows, or else until the device has been waited for. It holds device memory, as gather_working_set().
   WorkingSet prefetch(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
   // gather() of the weights of just these ids, once; `ahead` is then what gather_working_set() would have given. False, and
   // nothing done, where it was used before or rows have changed in other ways. Bad ids are thrown here.

@@ -3,7 +3,6 @@
 
 #include <chrono>
 #include <memory>
-#include <utility>
 
 #include "base/error.hpp"
 #include "io/array_file.hpp"

@@ -1,7 +1,6 @@
 // What import, export and convert share: options, reporting.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <filesystem>
 #include <optional>

@@ -1,5 +1,5 @@
-// With a library that is not built thread-safe, no two threads of ours may be inside it at once. The linker puts the functions
-// below in front of the library's (--wrap, in tests/CMakeLists.txt): they let it say that it is not thread-safe, and watch.
+// No two threads of ours may be inside the library at once, whether it was built thread-safe or not. The linker puts the
+// functions below in front of the library's (--wrap, in tests/CMakeLists.txt): they watch.
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -37,11 +37,6 @@ class Inside {
 
 // NOLINTBEGIN(bugprone-reserved-identifier,cert-dcl37-c,cert-dcl51-cpp): the linker's names.
 extern "C" {
-herr_t __wrap_H5is_library_threadsafe(hbool_t* answer) {
-  *answer = false;
-  return 0;
-}
-
 // NOLINTBEGIN(bugprone-macro-parentheses): types and lists of parameters.
 #define WATCH(result, name, parameters, arguments) \
   result __real_##name parameters;                 \
