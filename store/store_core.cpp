@@ -271,6 +271,13 @@ ThreadPool& StoreCore::movers() {
   return *movers_;
 }
 
+void StoreCore::stop_threads() noexcept {
+  io.stop();
+  compute.stop();
+  const std::lock_guard lock(engine_mutex_);
+  if (movers_) movers_->stop();
+}
+
 CudaEngine* StoreCore::engine_in_use() noexcept {
   const std::lock_guard lock(engine_mutex_);
   return engine_.get();

@@ -193,6 +193,8 @@ struct StoreCore {
   // Threads that move rows to and from the device: no more than are faster together. Those of `compute` that had nothing to do
   // would look out for work on the same cores.
   ThreadPool& movers();
+  // Those of all pools end: whoever works with these still does it alone.
+  void stop_threads() noexcept;
   CudaEngine* engine_in_use() noexcept;  // null before its first use
   // What the engine measured goes to a file of the store's, for the next session; where that fails, it is measured again then.
   void keep_measurements() noexcept;

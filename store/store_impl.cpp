@@ -580,8 +580,7 @@ void Store::Impl::release() noexcept {
   core_->view.reset();
   core_->unlogged.reset();
   // Handles may live on: of a store that has ended none should keep threads.
-  core_->io.stop();
-  core_->compute.stop();
+  core_->stop_threads();
   lock_.release();
 }
 

@@ -612,7 +612,7 @@ class EmbeddingCollection(nn.Module):
         }
 
     def prefetch(self, features: Mapping[str, Any]) -> None:
-        """Read the pages of a batch to come, all tables of it, while this one computes."""
+        """`prefetch` of each feature's module: the rows of a batch to come, while this computes."""
         for feature, value in features.items():
             self[feature].prefetch(value[0] if isinstance(value, tuple) else value)
 
