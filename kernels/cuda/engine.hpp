@@ -24,8 +24,8 @@
 
 namespace embermap::gpu {
 
-inline constexpr std::uint64_t kStagingPiece = 8
-                                               << 20;  // rows of an unregistered slab cross in pieces of this size, two in flight
+// Rows of an unregistered slab cross in pieces of this size, two in flight.
+inline constexpr std::uint64_t kStagingPiece = 8 << 20;
 inline constexpr std::uint64_t kMostUnsettled = 1 << 30;  // of a working set with room for more rows than there may be
 
 class Engine final : public CudaEngine {
