@@ -70,6 +70,7 @@ class OrderedReader final : public RowReader {
   std::string description() const override;
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override;
   std::uint64_t block_rows() const override { return block_rows_; }
+  std::vector<Remark> remarks() const override { return source_->remarks(); }
 
  private:
   std::unique_ptr<RowReader> source_;

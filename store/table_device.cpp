@@ -500,6 +500,8 @@ bool TableImpl::gather_prefetched(WorkingSet& ahead, std::uint64_t count, std::b
     engine.adopt(begun, stream);
     for (const std::shared_ptr<CudaFlight>& change : newer) engine.patch(*begun.batch, change, stream);
     engine.expand(*begun.batch, schema_.fields()[0].bytes, out, stream);
+    // The flight that brought the rows ends before `out` has them: another one keeps the batch's memory until then.
+    if (newer.empty()) add_reader(engine.depart(begun.batch, nullptr, stream));
     for (const std::shared_ptr<CudaFlight>& change : newer) add_reader(engine.depart(begun.batch, change, stream));
   });
   pages->count_hits(engine.pages_used(*begun.batch));

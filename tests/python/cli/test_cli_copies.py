@@ -423,6 +423,46 @@ def test_state_of_torch_comes_and_goes(cli, tmp_path, kind, options, ours):
         np.testing.assert_allclose(store["t"][:], copy.detach().numpy(), rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "ours", "name"),
+    [
+        (torch.optim.NAdam, {"betas": (0.5, 0.9)}, {"betas": (0.9, 0.99)}, "nadam", "mu_product"),
+        (torch.optim.ASGD, {"lr": 0.5, "lambd": 0.1}, {"lr": 0.05}, "asgd", "eta"),
+    ],
+    ids=["nadam", "asgd"],
+)
+def test_what_a_step_takes_over_from_the_last_one_comes_and_goes(
+    cli, tmp_path, kind, before, after, ours, name
+):
+    # Hyperparameters changed on the way: what torch keeps is of the steps as they were made.
+    weight = torch.nn.Parameter(torch.randn(40, 3, generator=torch.Generator().manual_seed(1)))
+    optimizer = kind([weight], **before)
+    steps(optimizer, [weight], 3, seed=2)
+    optimizer.param_groups[0].update(after)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    np.save(tmp_path / "w.npy", weight.detach().numpy())
+    table = tmp_path / "tables/t"
+    cli.ok("import", tmp_path / "w.npy", table, "--optimizer", ours)
+    cli.ok("import", tmp_path / "optimizer.pt", table, "--optimizer-state")
+    cli.ok("export", table, tmp_path / "back.pt", "--optimizer-state")
+    again = torch.load(tmp_path / "back.pt", weights_only=True)["state"][0][name]
+    was = optimizer.state_dict()["state"][0][name]
+    torch.testing.assert_close(again, was, rtol=1e-6, atol=0)
+    cli.ok("export", table, tmp_path / "all.npz", "--all")
+    cli.ok("import", tmp_path / "all.npz", tmp_path / "other/t")
+    steps(optimizer, [weight], 2, seed=9)
+    for path in ("tables", "other"):
+        generator = torch.Generator().manual_seed(9)
+        with em.open(tmp_path / path) as store:
+            for _ in range(2):
+                grads = torch.randn(40, 3, generator=generator).numpy()
+                store["t"].update(np.arange(40), grads)
+            want = weight.detach().numpy()
+            np.testing.assert_allclose(store["t"][:], want, rtol=2e-5, atol=1e-6)
+            store.commit()
+    cli.ok("diff", table, tmp_path / "other/t")
+
+
 def test_state_that_does_not_fit_is_refused_before_anything_changes(cli, tmp_path):
     weight = torch.nn.Parameter(torch.zeros(40, 3))
     optimizer = torch.optim.Adam([weight])
