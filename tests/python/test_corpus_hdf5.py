@@ -260,19 +260,28 @@ def test_virtual_datasets_are_a_class_of_their_own(store, tmp_path):
     assert at("no rows", allow_external=True).shape == (0, 4)
 
 
-def test_links_into_other_files_are_not_followed(store, tmp_path):
-    with h5py.File(tmp_path / "other.h5", "w") as file:
-        file["v"] = ROWS
-    with h5py.File(tmp_path / "x.h5", "w") as file:
+def test_links_into_other_files_are_not_followed_unless_that_is_allowed(store, tmp_path):
+    (tmp_path / "d").mkdir()
+    for folder in (tmp_path, tmp_path / "d"):
+        with h5py.File(folder / "other.h5", "w") as file:
+            file["v"] = ROWS
+    with h5py.File(tmp_path / "d" / "x.h5", "w") as file:
         file["out"] = h5py.ExternalLink("other.h5", "/v")
+        file["above"] = h5py.ExternalLink("../other.h5", "/v")
         file["soft"] = h5py.SoftLink("/out")
         file["own"] = ROWS
         file["good"] = h5py.SoftLink("/own")
-    for name in ("out", "soft"):
-        for allow in (False, True):
-            with pytest.raises((em.FormatError, em.NotFoundError), match="not followed"):
-                store.import_file("t", f"{tmp_path}/x.h5:{name}", allow_external=allow)
-    assert np.array_equal(em.io.open(f"{tmp_path}/x.h5:good")[:], ROWS)
+    for name in ("out", "above"):
+        with pytest.raises(em.FormatError, match="has to be allowed"):
+            store.import_file("t", f"{tmp_path}/d/x.h5:{name}")
+    with pytest.raises(em.FormatError, match="other.h5"):  # outside of the file's folder
+        store.import_file("t", f"{tmp_path}/d/x.h5:above", allow_external=True)
+    for allow in (False, True):  # nor is one that is met on the way of another one
+        with pytest.raises(em.NotFoundError, match="links into other files"):
+            em.io.open(f"{tmp_path}/d/x.h5:soft", allow_external=allow)
+    for name in ("out", "good"):
+        with em.io.open(f"{tmp_path}/d/x.h5:{name}", allow_external=True) as rows:
+            assert np.array_equal(rows[:], ROWS)
 
 
 # --- types ----------------------------------------------------------------------------------------
