@@ -142,6 +142,11 @@ bool is_ours(std::string_view option) {
          option == "initial_accumulator_value";
 }
 
+// The size of the next step that torch's ASGD keeps after `step` steps, the last of which had this rate.
+double asgd_eta(const Asgd& asgd, double lr, std::uint64_t step) {
+  return step == 0 ? asgd.lr : lr / std::pow(1 + asgd.lambd * lr * static_cast<double>(step), asgd.alpha);
+}
+
 // What torch has for each parameter beside state of its shape, after `step` steps.
 std::vector<std::pair<std::string, double>> torch_scalars(const Table& table) {
   const std::uint64_t step = table.step();
@@ -150,12 +155,10 @@ std::vector<std::pair<std::string, double>> torch_scalars(const Table& table) {
   if (std::holds_alternative<Sgd>(optimizer)) return out;
   out.emplace_back("step", static_cast<double>(step));
   if (std::holds_alternative<NAdam>(optimizer))
-    out.emplace_back("mu_product", step_scalars(optimizer, step + 1, 0, table.carried()).mu_product);
+    out.emplace_back("mu_product", step_scalars(optimizer, step + 1, table.seed(), table.carried()).mu_product);
   if (const auto* asgd = std::get_if<Asgd>(&optimizer)) {
     const auto t = static_cast<double>(step);
-    out.emplace_back("eta", table.carried() ? *table.carried()
-                            : step == 0     ? asgd->lr
-                                            : asgd->lr / std::pow(1 + asgd->lambd * asgd->lr * t, asgd->alpha));
+    out.emplace_back("eta", asgd_eta(*asgd, table.carried().value_or(asgd->lr), step));
     out.emplace_back("mu", step == 0 ? 1 : 1 / std::max(1.0, t - asgd->t0));
   }
   return out;
@@ -267,6 +270,36 @@ class TorchState {
     if (!std::holds_alternative<Sgd>(table.optimizer()) && !number(prefix + ".step"))
       return fmt::format("there is no '{}.step'", prefix);
     return {};
+  }
+
+  // What the table's next step takes over from the last one, after `step` steps with these options, as the file's "mu_product" or
+  // "eta" has it. Where options were always these, nothing: that is exact, and torch keeps 24 bits.
+  std::optional<double> carried(const std::string& prefix, const Optimizer& optimizer, std::uint64_t step) const {
+    const auto said = [&](const char* name, double always) -> std::optional<double> {
+      const auto found = number(prefix + "." + name);
+      if (!found) throw FormatError(file_, fmt::format("there is no '{}.{}'", prefix, name));
+      if (!std::isfinite(*found) || *found < 0)
+        throw FormatError(file_, fmt::format("'{}.{}' is {}, no number of at least 0", prefix, name, *found));
+      constexpr double kNear = 1e-5;  // products of float32 drift
+      return std::abs(*found - always) <= kNear * always ? std::nullopt : found;
+    };
+    if (step == 0) return std::nullopt;
+    if (const auto* nadam = std::get_if<NAdam>(&optimizer); nadam != nullptr && nadam->step == StepOf::kGlobal)
+      return said("mu_product", step_scalars(optimizer, step + 1).mu_product);
+    const auto* const asgd = std::get_if<Asgd>(&optimizer);
+    if (asgd == nullptr) return std::nullopt;
+    const auto eta = said("eta", asgd_eta(*asgd, asgd->lr, step));
+    if (!eta || *eta == 0) return eta;
+    // The rate that this size was made of: larger, as far as sizes grow with rates.
+    double low = *eta, high = low;
+    for (int i = 0; i < 1100 && asgd_eta(*asgd, high, step) < *eta; ++i) high *= 2;
+    if (!std::isfinite(high) || asgd_eta(*asgd, high, step) < *eta)
+      throw FormatError(file_, fmt::format("'{}.eta' is {}, which no rate gives after {} steps", prefix, *eta, step));
+    for (int i = 0; i < 200; ++i) {
+      const double middle = low + (high - low) / 2;
+      (asgd_eta(*asgd, middle, step) < *eta ? low : high) = middle;
+    }
+    return high;
   }
 
   // The table's optimizer with the options of a group. Throws InvalidArgument for a group of another optimizer.
@@ -414,6 +447,7 @@ TorchStateReport import_torch_state(Table& table, const std::filesystem::path& f
       throw FormatError(file, fmt::format("'{}.step' is {}, no number of steps", report.parameter, *step));
     report.step = static_cast<std::uint64_t>(*step);
   }
+  const std::optional<double> carried = step ? state.carried(report.parameter, optimizer, report.step) : std::nullopt;
   const Schema& schema = table.schema();
   const bool per_row = counts_rows(schema);
   const std::uint64_t rows = table.rows(), fields = schema.fields().size() - 1;
@@ -446,12 +480,7 @@ TorchStateReport import_torch_state(Table& table, const std::filesystem::path& f
     }
   }
   table.set_optimizer(optimizer);
-  if (step) {
-    std::optional<double> carried;
-    if (std::holds_alternative<NAdam>(optimizer) && !per_row) carried = state.number(report.parameter + ".mu_product");
-    if (std::holds_alternative<Asgd>(optimizer)) carried = state.number(report.parameter + ".eta");
-    table.set_step(report.step, carried);
-  }
+  if (step) table.set_step(report.step, carried);
   return report;
 }
 

@@ -246,6 +246,28 @@ def test_groups_with_hyperparameters_of_their_own(store):
         em.torch.Optimizer([{"params": first, "lr": 0.7}, bag])
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["at once", "added"])
+def test_groups_of_other_kinds_have_their_own_hyperparameters_alone(store, later):
+    kinds = [em.optim.SGD(0.1, momentum=0.9), em.optim.Adagrad(0.2), em.optim.Adam(0.3)]
+    modules = [
+        em.torch.Embedding(store.create(f"t{n}", rows=ROWS, dim=DIM, optimizer=kind))
+        for n, kind in enumerate(kinds)
+    ]
+    optimizer = em.torch.Optimizer(modules[0] if later else modules)
+    for module in modules[1:] if later else []:
+        optimizer.add_param_group({"params": module})
+    inner = {"params", "table", "step"}
+    for group, kind in zip(optimizer.param_groups, kinds, strict=True):
+        names = {field.name for field in dataclasses.fields(kind)} - {"step"}
+        assert set(group) - inner == names
+    state = optimizer.state_dict()
+    state["param_groups"][2]["lr"] = 0.5
+    optimizer.load_state_dict(state)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.5]
+    torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 def test_adding_groups(store):
     tables = [store.create(name, rows=ROWS, dim=DIM, optimizer=em.optim.SGD(0.1)) for name in "abc"]
     first, second, third = map(em.torch.Embedding, tables)

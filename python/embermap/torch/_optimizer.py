@@ -91,7 +91,12 @@ class Optimizer(torch.optim.Optimizer):
             raise ValueError("no embeddings given")
         first = next(iter(groups.values()))
         inner = ("params", "table", COUNT)
-        defaults = {name: value for name, value in first.items() if name not in inner}
+        # Of all groups: torch gives them to groups without, and schedulers ask what there is.
+        defaults = {
+            name: value
+            for name, value in first.items()
+            if name not in inner and all(name in group for group in groups.values())
+        }
         self._waiting = list(members.values())
         # What each table was told last: the table's count of such changes, names, values.
         self._told: dict[int, tuple[int, tuple[str, ...], tuple[Any, ...]]] = {}
@@ -104,7 +109,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._waiting:  # from __init__
             self._tables.append(self._waiting.pop(0))
-            super().add_param_group(param_group)
+            self._add(param_group)
             return
         new: dict[tuple[int, str], list[TableModule]] = {}
         groups: dict[tuple[int, str], dict[str, Any]] = {}
@@ -123,10 +128,16 @@ class Optimizer(torch.optim.Optimizer):
         for key, group in groups.items():
             self._tables.append(new[key])
             try:
-                super().add_param_group(group)
+                self._add(group)
             except BaseException:
                 self._tables.pop()
                 raise
+
+    def _add(self, group: dict[str, Any]) -> None:
+        own = set(group)
+        super().add_param_group(group)
+        for name in set(group) - own:  # a default that this kind of optimizer does not have
+            del group[name]
 
     @overload
     def step(self, closure: None = None) -> None: ...
