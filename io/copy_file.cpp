@@ -107,6 +107,7 @@ RowOrigin file_origin(const Location& source, std::optional<DType> to, const Rea
   // A step back in text costs much, and text is parsed by all threads anyway; a deflated member begins again at its start.
   out.in_turn = out.has_words || source.format == Location::Format::kNpz;
   out.file = source.file;
+  out.several_files = options.allow_external || source.file.native().ends_with(".index.json");
   out.open = [=](const WordSink& words) {
     ReadOptions reading = options;
     reading.words = words;
@@ -211,8 +212,33 @@ void check_not_source(const std::filesystem::path& source, const Location& desti
     throw InvalidArgument(fmt::format("{} is both source and destination", printable(destination.file)));
 }
 
+namespace {
+
+bool same_place(const std::filesystem::path& a, const std::filesystem::path& b) {
+  std::error_code ignored;
+  return a.lexically_normal() == b.lexically_normal() || std::filesystem::equivalent(a, b, ignored);
+}
+
+// What a copy reads must not be what it writes beside its rows.
+void check_companions(const RowOrigin& origin, const Location& destination, const CopyOptions& options) {
+  if (options.rows.order.empty()) return;
+  const std::filesystem::path order = parse_location(options.rows.order.native()).file;
+  const std::filesystem::path back = order_beside(destination.file);
+  for (const std::filesystem::path& read : {origin.file, order})
+    if (same_place(back, read))
+      throw InvalidArgument(fmt::format("{}, where the way back goes, is what the copy reads", printable(back)));
+  if (!options.vocabulary.empty() && options.vocabulary != "none" && origin.has_words && same_place(options.vocabulary, order))
+    throw InvalidArgument(fmt::format("{} is the order; words need a file of their own", printable(order)));
+}
+
+}  // namespace
+
 CopyResult copy_file(const RowOrigin& origin, const Location& destination, const CopyOptions& options) {
   const RowSelection& selection = options.rows;
+  check_companions(origin, destination, options);
+  if (options.resume && origin.several_files)
+    throw InvalidArgument(
+        fmt::format("{}: its rows may lie in other files; such a copy cannot be gone on with", printable(origin.file)));
   const bool words_out = format_has_words(destination.format);
   const bool ordered = !selection.order.empty();
   WordTransfer::Options of_words{.vocabulary = options.vocabulary,

@@ -24,6 +24,7 @@ struct RowOrigin {
   std::function<std::unique_ptr<RowReader>(const WordSink& words)> open;
   bool has_words = false;
   bool in_turn = false;                              // cheap in ascending order from the start alone: one thread reads
+  bool several_files = false;                        // that `identity` does not tell of: no copy of them is gone on with
   std::filesystem::path file;                        // beside which their vocabulary lies
   std::map<std::string, std::string> identity = {};  // of the rows: another one when they may have changed
 };

@@ -986,6 +986,8 @@ Report convert_file(const nb::bytes& source_text, const nb::bytes& destination_t
     const nb::gil_scoped_release release;
     check_not_source(source.file, destination);
     check_outside_stores(destination.file);
+    if (format_has_words(source.format) && !options.vocabulary.empty() && options.vocabulary != "none")
+      check_outside_stores(options.vocabulary);
     if (fields.empty()) {
       copied.push_back(copy_file(file_origin(source, options.dtype, reading), destination, options));
     } else {

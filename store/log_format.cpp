@@ -169,7 +169,8 @@ void write_log_mark(const File& file, const LogMark& mark) {
 void erase_log_mark(const File& file) { file.write(kMarkPlace, std::array<std::byte, kSector>{}); }
 
 std::optional<std::uint64_t> missing_commit(const LogHeader& header, const std::optional<LogMark>& mark, std::uint64_t last) {
-  const std::uint64_t marked = mark && mark->id == header.id ? mark->commit : 0;
+  // A header is on the disk before any mark of its life: a mark of a later one says that this is not the newest header.
+  const std::uint64_t marked = mark && mark->id >= header.id ? mark->commit : 0;
   const std::uint64_t known = std::max(header.applying, marked);
   return known > last ? std::optional(known) : std::nullopt;
 }
@@ -181,8 +182,10 @@ std::string how_log_was_cut(const File& file) {
   if (bytes < kLogStart) return fmt::format("it was cut to {} bytes, and its two headers have {}", bytes, kLogStart);
   if (bytes < header->tail)
     return fmt::format("it was cut to {} bytes, and its first record began at byte {}", bytes, header->tail);
-  if (const auto mark = read_log_mark(file);
-      mark && mark->id == header->id && mark->commit > header->applied && mark->end > bytes)
+  const auto mark = read_log_mark(file);
+  if (mark && mark->id > header->id)
+    return fmt::format("the newer of its headers, which had commit {}, is damaged", mark->commit);
+  if (mark && mark->id == header->id && mark->commit > header->applied && mark->end > bytes)
     return fmt::format("it was cut to {} bytes, and commit {} ended at byte {}", bytes, mark->commit, mark->end);
   return {};
 }

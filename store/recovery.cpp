@@ -144,6 +144,11 @@ void Store::Impl::look(bool accept_unclean) {
       else if (!accept_unclean)
         throw log_gone(core_->path, manifest.commit, why);
     }
+    // Its headers are there as long as it is, whatever a writer does meanwhile.
+    std::error_code ignored;
+    if (view && manifest.log && !accept_unclean && std::filesystem::file_size(core_->path / kLogName, ignored) < kLogStart)
+      throw log_gone(core_->path, manifest.commit,
+                     how_log_was_cut(File::open(core_->path / kLogName, File::Mode::kRead, core_->ops)));
     if (view && view->missing() && !accept_unclean) throw log_gone(core_->path, manifest.commit, missing_text(*view));
     if (whole) {
       const auto still = stand_still();

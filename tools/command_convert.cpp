@@ -7,6 +7,7 @@
 #include "base/error.hpp"
 #include "io/array_file.hpp"
 #include "io/copy_file.hpp"
+#include "store/store.hpp"
 #include "tools/arguments.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -57,6 +58,8 @@ int convert(const Arguments& arguments, const Common& common) {
   check_destination(destination, source.file, options.overwrite, several);
   check_source_is_whole(source, common.memory / 4);
   check_vocabulary_option(arguments.vocabulary, format_has_words(source.format) || format_has_words(destination.format));
+  if (format_has_words(source.format) && !arguments.vocabulary.empty() && arguments.vocabulary != "none")
+    check_outside_stores(arguments.vocabulary);
   std::optional<ProgressLine> line;
   options.began = [&](std::uint64_t row_bytes) { line.emplace("convert", row_bytes, common.quiet); };
   options.progress = [&](std::uint64_t done, std::uint64_t total) {

@@ -9,6 +9,7 @@
 #include "base/error.hpp"
 #include "io/array_file.hpp"
 #include "io/copy_file.hpp"
+#include "io/partial_rows.hpp"
 #include "io/vocabulary.hpp"
 #include "store/store.hpp"
 #include "store/table_archive.hpp"
@@ -52,6 +53,7 @@ RowOrigin table_origin(const TablePath& path, const Store& store, const Table& t
   if (stat(path.store.c_str(), &status) == 0)
     out.identity.emplace("store", fmt::format("inode {} on {}, commit {}", status.st_ino, status.st_dev, store.commit_number()));
   out.identity.emplace("table", fmt::format("{}:{}", path.table, field));
+  out.identity.emplace("file of the table", file_identity(table.file()));  // another one of the same name may be there
   return out;
 }
 

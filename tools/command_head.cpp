@@ -21,7 +21,7 @@ namespace embermap::tools {
 namespace {
 
 struct HeadArguments {
-  std::string source, from, count = "10";
+  std::string source, from, source_dtype, count = "10";
   LayoutArguments layout;
   RangeArguments rows;
 };
@@ -63,7 +63,8 @@ Element element_of(DType dtype, const std::byte* at) {
 int head(const HeadArguments& arguments, const Common& common) {
   const std::uint64_t most = parse_count("-n", arguments.count);
   std::vector<std::string> words;
-  ReadOptions options{.words = [&](std::uint64_t, std::string_view word) { words.emplace_back(word); }};
+  ReadOptions options{.dtype = optional_dtype("--source-dtype", arguments.source_dtype),
+                      .words = [&](std::uint64_t, std::string_view word) { words.emplace_back(word); }};
   AnyRows rows =
       open_any_rows("SRC", arguments.source, arguments.from, arguments.layout.options(options), common, common.memory / 2);
   const RowReader& reader = *rows.reader;
@@ -164,6 +165,8 @@ void add_head(CLI::App& app, Common& common, Action& chosen) {
   add_from_option(*command, arguments->from);
   command->add_option("-n", arguments->count, "How many rows, from the first on (default 10)")->type_name("N");
   arguments->rows.add_to(*command);
+  command->add_option("--source-dtype", arguments->source_dtype, "What bytes of SRC are that it does not say: V2, opaque, raw")
+      ->type_name("NAME");
   arguments->layout.add_to(*command);
   finish_command(*command, common, chosen,
                  "  embermap head tables/items -n 3\n"

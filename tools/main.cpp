@@ -32,7 +32,7 @@ void finish_command(CLI::App& command, Common& common, Action& chosen, const std
 namespace {
 
 constexpr const char* kOverview =
-    R"(Tables of embeddings in memory-mapped files: made, inspected, and turned from and into files of other programs.
+    R"(Tables of embeddings larger than memory, in .npy files: made, inspected, and turned from and into files of other programs.
 
 Paths: a table is STORE/TABLE (a directory and a name); rows of other programs are x.npy, x.npy:field,
 x.h5:/path/to/dataset and the like (`embermap ls FILE`).)";

@@ -43,6 +43,7 @@ NewTable::NewTable(const TablePath& path, const StoreOptions& options) : path_{p
     undo();
     throw;
   }
+  empty_place_ = true;
 }
 
 NewTable::~NewTable() {
@@ -57,6 +58,7 @@ void NewTable::keep() {
 
 void NewTable::undo() noexcept {
   try {
+    if (empty_place_ && store_->contains(path_.table)) store_->remove(path_.table);
     // While the lock is still held: nobody else can have put a table in.
     if (store_ && made_store_ && store_->tables().empty())
       for (const char* name : {"embermap.json", "redo.log", "UNCOMMITTED", "LOCK"}) unlink((path_.store / name).c_str());

@@ -31,6 +31,7 @@ class NewTable {
 
   TablePath path_;
   bool made_directory_ = false, made_store_ = false, kept_ = false;
+  bool empty_place_ = false;  // no table of the name was there
   std::optional<Store> store_;
 };
 

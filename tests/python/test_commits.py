@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import signal
@@ -530,6 +531,44 @@ def test_a_damaged_log_is_named(crashed):
         with pytest.raises(em.FormatError, match=re.escape(str(log))):
             em.open(crashed, mode=mode)
     assert log.read_bytes() == whole
+
+
+def test_a_damaged_header_drops_no_commit_in_silence(path, tmp_path):
+    with em.open(path, memory="8MiB") as store:  # the first life of the log
+        store.create("t", rows=5_000, dim=PAGE)[:] = 0
+    store = em.open(path, memory="8MiB")
+    for number in range(3):
+        store["t"].scatter([number], np.ones((1, PAGE), np.float32))
+        store.commit()
+    last = store.commit_number
+    store.abandon()
+    refused = set()
+    for header in (0, 4096):
+        for byte in (4, 20, 60):
+            for mode in ("r", "r+"):
+                copy = tmp_path / "copy"
+                shutil.copytree(path, copy)
+                with (copy / "redo.log").open("r+b") as log:
+                    log.seek(header + byte)
+                    value = log.read(1)[0] ^ 1
+                    log.seek(header + byte)
+                    log.write(bytes([value]))
+                try:
+                    with em.open(copy, mode=mode, memory="8MiB") as store:
+                        assert store.commit_number == last
+                        assert (store["t"][:3] == 1).all()
+                except (em.CorruptError, em.FormatError):
+                    refused.add(header)
+                shutil.rmtree(copy)
+    assert len(refused) == 1  # the older one is not needed
+
+
+@pytest.mark.parametrize("size", [88, 512, 4096])
+def test_readers_notice_a_log_without_its_headers(crashed, size):
+    os.truncate(crashed / "redo.log", size)
+    for mode in ("r", "r+"):
+        with pytest.raises(em.CorruptError, match=r"redo\.log.*gone"):
+            em.open(crashed, mode=mode)
 
 
 def test_an_index_that_is_full_is_told_from_a_log_that_is(tmp_path):

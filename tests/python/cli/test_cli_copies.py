@@ -52,6 +52,68 @@ def store_of(tmp_path, optimizer, dtype="float32", words=False):
     return tmp_path / "tables" / "t"
 
 
+# --- what a copy must not replace -----------------------------------------------------------------
+
+
+def test_words_and_orders_replace_no_file_of_a_store_or_of_the_copy(cli, tmp_path, file, order):
+    table = store_of(tmp_path, em.optim.SGD())
+    words = tmp_path / "v.vec"
+    words.write_text("a 1 2\nb 3 4\n")
+    manifest = tmp_path / "tables" / "embermap.json"
+    before = manifest.read_bytes()
+    for name in (manifest, tmp_path / "tables" / "new.txt"):
+        args = ("convert", words, tmp_path / "y.npy", "--vocab", name, "--overwrite")
+        cli.fails(*args, says=["tables"])
+        with pytest.raises(ValueError, match="tables"):
+            em.convert(words, tmp_path / "y.npy", vocab=name, overwrite=True)
+    assert manifest.read_bytes() == before
+    assert not (tmp_path / "y.npy").exists()
+    own = tmp_path / "y.npy.order.npy"
+    np.save(own, order)
+    rows = own.read_bytes()
+    args = ("convert", file, tmp_path / "y.npy", "--order", own, "--force")
+    cli.fails(*args, says=["y.npy.order.npy", "is what the copy reads"])
+    assert own.read_bytes() == rows
+    assert table.with_suffix(".npy").exists()
+
+
+def test_an_import_that_fails_at_its_end_leaves_no_table(cli, tmp_path):
+    words = tmp_path / "v.vec"
+    words.write_text("a 1 2\nb 3 4\n")
+    store = tmp_path / "s"
+    cli.fails("import", words, store / "x", "--vocab", store / "x.npy", says=["x.npy"])
+    assert not store.exists() or em.open(store, mode="r").tables() == []
+
+
+def test_an_export_of_another_table_of_the_name_is_not_gone_on_with(cli, tmp_path):
+    np.save(tmp_path / "a.npy", np.zeros((40_000, 8), np.float32))
+    ones = np.ones((40_000, 8), np.float32)
+    ones[-1] = np.inf
+    np.save(tmp_path / "b.npy", ones)
+    table = tmp_path / "s" / "t"
+    cli.ok("import", tmp_path / "b.npy", table)
+    out = ("export", table, tmp_path / "y.npy", "--resume", "--dtype", "int32", "--memory", "1MiB")
+    cli.fails(*out, says=["row 39999"])
+    assert json.loads((tmp_path / ".y.npy.resume.json").read_text())["done"] > 0
+    cli.ok("remove", table)
+    cli.ok("import", tmp_path / "a.npy", table)
+    cli.fails(*out, says=["another file of the table"])
+
+
+def test_a_copy_of_several_files_is_not_gone_on_with(cli, tmp_path, file):
+    with h5py.File(tmp_path / "x.h5", "w") as made:
+        made["v"] = np.ones((3, 2), np.float32)
+    args = ("convert", tmp_path / "x.h5:v", tmp_path / "y.npy", "--resume", "--allow-external")
+    cli.fails(*args, says=["other files"])
+
+
+def test_the_head_of_a_raw_file(cli, tmp_path):
+    np.arange(6, dtype=np.float16).tofile(tmp_path / "x.raw")
+    out = cli.ok("head", tmp_path / "x.raw", "--source-dtype", "float16", "--dim", "2").out
+    assert "3 x 2 float16" in out
+    assert "2: 4 5" in out
+
+
 # --- order ----------------------------------------------------------------------------------------
 
 
