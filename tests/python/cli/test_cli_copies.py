@@ -58,7 +58,7 @@ def store_of(tmp_path, optimizer, dtype="float32", words=False):
 def test_words_and_orders_replace_no_file_of_a_store_or_of_the_copy(cli, tmp_path, file, order):
     table = store_of(tmp_path, em.optim.SGD())
     words = tmp_path / "v.vec"
-    words.write_text("a 1 2\nb 3 4\n")
+    words.write_text("2 2\na 1 2\nb 3 4\n")
     manifest = tmp_path / "tables" / "embermap.json"
     before = manifest.read_bytes()
     for name in (manifest, tmp_path / "tables" / "new.txt"):
@@ -79,7 +79,7 @@ def test_words_and_orders_replace_no_file_of_a_store_or_of_the_copy(cli, tmp_pat
 
 def test_an_import_that_fails_at_its_end_leaves_no_table(cli, tmp_path):
     words = tmp_path / "v.vec"
-    words.write_text("a 1 2\nb 3 4\n")
+    words.write_text("2 2\na 1 2\nb 3 4\n")
     store = tmp_path / "s"
     cli.fails("import", words, store / "x", "--vocab", store / "x.npy", says=["x.npy"])
     assert not store.exists() or em.open(store, mode="r").tables() == []
