@@ -221,7 +221,7 @@ def test_a_copy_is_gone_on_with_and_ends_the_same(cli, tmp_path, name):
     if Path(name).suffix in (".npy", ".raw", ".safetensors"):
         # Room for the rows is asked for first, so that only a signal can come half-way.
         process = subprocess.Popen(
-            ["embermap", "convert", file, tmp_path / name, "--resume", "--memory", "2KiB"]
+            [cli.path, "convert", file, tmp_path / name, "--resume", "--memory", "2KiB"]
         )
         partial = tmp_path / f".{name}.resume"
         while process.poll() is None and size_of(partial) < 200_000:
