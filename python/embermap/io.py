@@ -379,6 +379,17 @@ def convert(
         gzip = _checks.integer(gzip, "gzip", most=9)
     pairs = _pairs(fields)
     sides = (_columns.place_of(src, src_format), _columns.place_of(dst, dst_format))
+
+    def source() -> Rows:
+        return open(
+            src,
+            format=src_format,
+            dtype=source_dtype,
+            dim=dim,
+            offset=offset,
+            allow_external=allow_external,
+        )
+
     first, end = 0, _ALL
     if rows is not None:
         if not isinstance(rows, slice) and not (isinstance(rows, tuple) and len(rows) == 2):
@@ -389,28 +400,14 @@ def convert(
         first = 0 if part.start is None else operator.index(part.start)
         end = _ALL if part.stop is None else operator.index(part.stop)
         if first < 0 or end < 0:  # from the end on; else nobody has to know how many there are
-            with open(
-                src,
-                format=src_format,
-                dtype=source_dtype,
-                dim=dim,
-                offset=offset,
-                allow_external=allow_external,
-            ) as there:
+            with source() as there:
                 first, end, _ = part.indices(len(there))
         end = max(first, end)
     threads = _checks.integer(jobs, "jobs", most=256)
     if sides != (None, None):
         if order is not None or pairs or resume or threads > 1:
             raise ValueError("order, fields, resume and jobs are not for Parquet and Arrow files")
-        with open(
-            src,
-            format=src_format,
-            dtype=source_dtype,
-            dim=dim,
-            offset=offset,
-            allow_external=allow_external,
-        ) as there:
+        with source() as there:
             found = _convert_columns(
                 there,
                 (os.fsdecode(src), os.fsdecode(dst)),
