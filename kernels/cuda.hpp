@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -220,11 +221,12 @@ class CudaEngine {
   virtual void patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, CudaStream stream) = 0;
   // Whether write_back_behind() is worth it: a kernel alone is about as fast as the best way.
   virtual bool writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) = 0;
+  using Flights = std::span<const std::shared_ptr<CudaFlight>>;
   // write_back() on a stream of the engine's own, by a kernel, when `stream` has come to here, the rows of `readers` have left
   // their frames, and those of earlier calls have arrived. Settles the batch, so that a bad id is thrown here at the latest.
   // `behind`: what patch() was given for the batch, which may not have run yet.
   virtual std::shared_ptr<CudaFlight> write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
-                                                        std::span<const std::shared_ptr<CudaFlight>> readers,
+                                                        std::initializer_list<Flights> readers,
                                                         const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                         CudaStream stream) = 0;
   // What fetch or gather have enqueued for the batch, as a flight. `behind` is what patch() or gather() was given.

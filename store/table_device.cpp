@@ -667,17 +667,15 @@ void TableImpl::write_behind(CudaEngine& engine, std::shared_ptr<CudaBatch> batc
     behind_.reset();
   }
   flying_.store(true, std::memory_order_release);
-  std::vector<std::shared_ptr<CudaFlight>> readers;
   for (auto ahead = ahead_.begin(); ahead != ahead_.end();) {
     if (!(*ahead)->landed()) {
-      readers.push_back(*ahead++);
+      ++ahead;
       continue;
     }
     retire(**ahead);
     ahead = ahead_.erase(ahead);
   }
-  readers.insert(readers.end(), readers_.begin(), readers_.end());
-  behind_ = engine.write_back_behind(std::move(batch), source, readers, before, core_->movers(), stream);
+  behind_ = engine.write_back_behind(std::move(batch), source, {ahead_, readers_}, before, core_->movers(), stream);
   done();
   for (const std::weak_ptr<WorkingSet::State>& weak : waiting_) {
     const std::shared_ptr<WorkingSet::State> state = weak.lock();

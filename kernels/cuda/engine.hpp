@@ -66,7 +66,7 @@ class Engine final : public CudaEngine {
   void patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, CudaStream stream) override;
   bool writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) override;
   std::shared_ptr<CudaFlight> write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
-                                                std::span<const std::shared_ptr<CudaFlight>> readers,
+                                                std::initializer_list<Flights> readers,
                                                 const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                 CudaStream stream) override;
   void check_stream(CudaStream stream) override;
@@ -111,6 +111,8 @@ class Engine final : public CudaEngine {
   void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool,
                     const std::function<void()>& meanwhile);
   static void count_moved(DeviceBatch& batch, std::uint64_t by_kernel, std::uint64_t rows);
+  void move_pages(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
+                  bool fetch, ThreadPool& pool, const std::function<void()>& meanwhile);
   // Rows of a registered slab to the working set, or back.
   // `last_of`: not the working set goes back, but the last of each id's rows there; the working set has room for it.
   void move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool, const std::function<void()>& meanwhile,
