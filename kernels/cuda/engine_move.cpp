@@ -188,7 +188,8 @@ void Engine::fetch_some(CudaBatch& batch, const FrameSource& source, std::span<c
   if (mine.whole || frames.size() != mine.pages.size() || !zero_copy(source))
     throw InvalidArgument("fetch_some: not the frames of all pages, or not registered");
   const Stretch stretch(mine, source, 0, frames);
-  RowMove move = move_of(stretch, send_frames(frames, mine.stream), nullptr);
+  const DeviceBuffer frames_there = send_frames(frames, mine.stream);  // freed behind the kernel
+  RowMove move = move_of(stretch, frames_there, nullptr);
   move.places.some = true;
   move_from_frames(move, shape_of(model_.choose_kernel(case_of(stretch, true, pool)).way), mine.stream);
 }
