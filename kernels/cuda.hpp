@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <span>
@@ -59,6 +60,8 @@ class PinnedRange {
   std::uint64_t bytes_ = 0;
   std::string error_;
 };
+
+inline constexpr std::uint32_t kLeftOut = 0xFFFFFFFFU;  // in place of a page's frame, see CudaEngine::fetch_some()
 
 // Where the frames of a table lie and how a row is found in them.
 struct FrameSource {
@@ -180,6 +183,13 @@ class CudaEngine {
                      std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
                      const std::function<void()>& meanwhile = {}) = 0;
 
+  // fetch() of all pages of the batch but those whose frame is kLeftOut: their rows in the working set stay as they are. By a
+  // kernel alone, from a slab that is registered. Behind a fetch of all pages, which has counted the rows. Enqueues.
+  virtual void fetch_some(CudaBatch& batch, const FrameSource& source, std::span<const std::uint32_t> frames,
+                          const ThreadPool& pool, CudaStream stream) = 0;
+  // Whether calls for the stream may come from any thread. Not for the stream that each thread has its own of.
+  virtual bool of_all_threads(CudaStream stream) const noexcept = 0;
+
   // Makes an uninitialised working set of `bytes` a row, for writes that replace whole rows: stands in for fetch.
   virtual void reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) = 0;
 
@@ -220,11 +230,12 @@ class CudaEngine {
   virtual void patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, CudaStream stream) = 0;
   // Whether write_back_behind() is worth it: a kernel alone is about as fast as the best way.
   virtual bool writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) = 0;
+  using Flights = std::span<const std::shared_ptr<CudaFlight>>;
   // write_back() on a stream of the engine's own, by a kernel, when `stream` has come to here, the rows of `readers` have left
   // their frames, and those of earlier calls have arrived. Settles the batch, so that a bad id is thrown here at the latest.
   // `behind`: what patch() was given for the batch, which may not have run yet.
   virtual std::shared_ptr<CudaFlight> write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
-                                                        std::span<const std::shared_ptr<CudaFlight>> readers,
+                                                        std::initializer_list<Flights> readers,
                                                         const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                         CudaStream stream) = 0;
   // What fetch or gather have enqueued for the batch, as a flight. `behind` is what patch() or gather() was given.

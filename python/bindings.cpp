@@ -684,11 +684,11 @@ void bind_table(nb::module_& m) {
       .def(
           "update_device",
           [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t grads, std::string_view grad_dtype,
-             std::uintptr_t stream, std::optional<double> lr, const WorkingSet* from) {
+             std::uintptr_t stream, std::optional<double> lr) {
             t.update(device, pointer<const std::int64_t>(ids), count, pointer<const std::byte>(grads), parse_dtype(grad_dtype),
-                     {pointer<void>(stream)}, lr, from);
+                     {pointer<void>(stream)}, lr);
           },
-          "device"_a, "ids"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, "lr"_a.none(), "working_set"_a.none(), Release())
+          "device"_a, "ids"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, "lr"_a.none(), Release())
       .def(
           "prefetch_pages",
           [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t stream) {

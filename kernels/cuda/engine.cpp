@@ -40,7 +40,7 @@ DeviceBatch& Engine::with_rows(CudaBatch& batch, CudaStream stream, const char* 
 }
 
 // A kernel that follows a wrong address ends the process's use of CUDA, so addresses are looked at first.
-void Engine::check_memory(const void* memory, const char* what) const {
+cudaMemoryType Engine::check_memory(const void* memory, const char* what) const {
   if (memory == nullptr) throw InvalidArgument(fmt::format("{}: null pointer", what));
   cudaPointerAttributes attributes{};
   EMBERMAP_CUDA(cudaPointerGetAttributes(&attributes, memory));
@@ -48,6 +48,7 @@ void Engine::check_memory(const void* memory, const char* what) const {
     throw InvalidArgument(fmt::format("{}: not in the memory of CUDA device {}", what, device_));
   if (attributes.type == cudaMemoryTypeDevice && attributes.device != device_)
     throw InvalidArgument(fmt::format("{}: in the memory of CUDA device {}, not of {}", what, attributes.device, device_));
+  return attributes.type;
 }
 
 void Engine::check_ids(const std::int64_t* ids) const {

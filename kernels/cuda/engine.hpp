@@ -47,6 +47,9 @@ class Engine final : public CudaEngine {
   void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
              std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
              const std::function<void()>& meanwhile) override;
+  void fetch_some(CudaBatch& batch, const FrameSource& source, std::span<const std::uint32_t> frames, const ThreadPool& pool,
+                  CudaStream stream) override;
+  bool of_all_threads(CudaStream stream) const noexcept override { return native(stream) != cudaStreamPerThread; }
   HostKeys keys(CudaBatch& batch) override;
   std::uint64_t pages_used(const CudaBatch& batch) const override;
   void write_back_last(CudaBatch& batch, const FrameSource& source, std::uint64_t offset, std::uint64_t bytes,
@@ -66,9 +69,8 @@ class Engine final : public CudaEngine {
   void patch(CudaBatch& batch, const std::shared_ptr<CudaFlight>& behind, CudaStream stream) override;
   bool writes_behind(CudaBatch& batch, const FrameSource& source, const ThreadPool& pool) override;
   std::shared_ptr<CudaFlight> write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
-                                                std::span<const std::shared_ptr<CudaFlight>> readers,
-                                                const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
-                                                CudaStream stream) override;
+                                                std::initializer_list<Flights> readers, const std::shared_ptr<CudaFlight>& behind,
+                                                ThreadPool& pool, CudaStream stream) override;
   void check_stream(CudaStream stream) override;
   std::shared_ptr<CudaIds> bring_ids(const std::int64_t* ids, std::uint64_t count, CudaStream stream) override;
   Ahead fetch_ahead(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, const std::string& table,
@@ -89,7 +91,7 @@ class Engine final : public CudaEngine {
   DeviceBatch& own(CudaBatch& batch, CudaStream stream, const char* call) const;
   DeviceBatch& with_rows(CudaBatch& batch, CudaStream stream, const char* call) const;
   void need_rows(DeviceBatch& batch, std::uint64_t offset, std::uint64_t bytes, const char* call);
-  void check_memory(const void* memory, const char* what) const;
+  cudaMemoryType check_memory(const void* memory, const char* what) const;  // what it is
   void check_ids(const std::int64_t* ids) const;
   std::unique_ptr<DeviceBatch> new_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                          std::uint64_t rows_per_page, const char* call, CudaStream stream);
@@ -111,6 +113,8 @@ class Engine final : public CudaEngine {
   void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool,
                     const std::function<void()>& meanwhile);
   static void count_moved(DeviceBatch& batch, std::uint64_t by_kernel, std::uint64_t rows);
+  void move_pages(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
+                  bool fetch, ThreadPool& pool, const std::function<void()>& meanwhile);
   // Rows of a registered slab to the working set, or back.
   // `last_of`: not the working set goes back, but the last of each id's rows there; the working set has room for it.
   void move(const Stretch& stretch, bool fetch, const MoverWay& way, ThreadPool& pool, const std::function<void()>& meanwhile,

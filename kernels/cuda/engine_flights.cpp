@@ -104,7 +104,7 @@ bool Engine::writes_behind(CudaBatch& batch, const FrameSource& source, const Th
 }
 
 std::shared_ptr<CudaFlight> Engine::write_back_behind(std::shared_ptr<CudaBatch> batch, const FrameSource& source,
-                                                      std::span<const std::shared_ptr<CudaFlight>> readers,
+                                                      std::initializer_list<Flights> readers,
                                                       const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                       CudaStream stream) {
   const ProfileRange range("embermap: write back behind");
@@ -118,8 +118,9 @@ std::shared_ptr<CudaFlight> Engine::write_back_behind(std::shared_ptr<CudaBatch>
   const cudaStream_t back = shared_->back.get();
   EventPool::Lease ready = shared_->events.record(mine.stream);
   EMBERMAP_CUDA(cudaStreamWaitEvent(back, ready.get(), 0));
-  for (const std::shared_ptr<CudaFlight>& reader : readers)
-    EMBERMAP_CUDA(cudaStreamWaitEvent(back, dynamic_cast<Flight&>(*reader).end(), 0));
+  for (const Flights some : readers)
+    for (const std::shared_ptr<CudaFlight>& reader : some)
+      EMBERMAP_CUDA(cudaStreamWaitEvent(back, dynamic_cast<Flight&>(*reader).end(), 0));
   EventPool::Lease began = shared_->events.record(back);
   try {
     RowMoveShape shape = shape_of(model_.choose_kernel(case_of(stretch, false, pool)).way);

@@ -99,7 +99,8 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   if (count == 0) return batch;
   if (bytes == 0) throw InvalidArgument("gather: rows of 0 bytes");
   check_ids(ids);
-  check_memory(out, "output of gather");
+  // DMA reaches the host's memory only where it was registered as one range, and threads write to the device's alone.
+  const bool on_device = check_memory(out, "output of gather") == cudaMemoryTypeDevice;
   check_source(mine, source, 0, 0, offset, bytes, "gather");
   mine.offset = offset;
   mine.bytes = bytes;
@@ -114,7 +115,7 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   LinkLane* const lane = reaches && choice.way.host_threads != 0 ? lane_for(mine) : nullptr;
   std::uint64_t tail = 0;
   // Not on a stream that each thread has its own of: one of several threads enqueues.
-  if (lane != nullptr && mine.stream != cudaStreamPerThread && count < kMostEarlyBytes / bytes &&
+  if (lane != nullptr && on_device && mine.stream != cudaStreamPerThread && count < kMostEarlyBytes / bytes &&
       recent_distinct_.load(std::memory_order_relaxed) >= kFewRepeat)
     tail = static_cast<std::uint64_t>(static_cast<double>(count) * std::min(choice.thread_share, 0.75) / 2);
   const std::uint64_t head = count - tail;

@@ -175,13 +175,23 @@ void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t fi
   if (mine.count == 0) return;
   check_source(mine, source, first_page, frames.size(), offset, bytes, "fetch");
   need_rows(mine, offset, bytes, "fetch");
-  if (frames.empty() && !mine.whole) return;
-  const Stretch stretch(mine, source, first_page, frames);
-  if (!zero_copy(source)) {
-    if (meanwhile) meanwhile();
-    return fetch_through_host(stretch, pool);
-  }
-  move(stretch, true, model_.choose(case_of(stretch, true, pool)).way, pool, meanwhile, nullptr);
+  move_pages(mine, source, first_page, frames, true, pool, meanwhile);
+}
+
+void Engine::fetch_some(CudaBatch& batch, const FrameSource& source, std::span<const std::uint32_t> frames,
+                        const ThreadPool& pool, CudaStream stream) {
+  const ProfileRange range("embermap: fetch");
+  const ScopedDevice current(device_);
+  DeviceBatch& mine = with_rows(batch, stream, "fetch_some");
+  if (mine.count == 0) return;
+  check_source(mine, source, 0, frames.size(), mine.offset, mine.bytes, "fetch_some");
+  if (mine.whole || frames.size() != mine.pages.size() || !zero_copy(source))
+    throw InvalidArgument("fetch_some: not the frames of all pages, or not registered");
+  const Stretch stretch(mine, source, 0, frames);
+  const DeviceBuffer frames_there = send_frames(frames, mine.stream);  // freed behind the kernel
+  RowMove move = move_of(stretch, frames_there, nullptr);
+  move.places.some = true;
+  move_from_frames(move, shape_of(model_.choose_kernel(case_of(stretch, true, pool)).way), mine.stream);
 }
 
 void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
@@ -192,13 +202,21 @@ void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64
   DeviceBatch& mine = with_rows(batch, stream, "write_back");
   if (mine.count == 0) return;
   check_source(mine, source, first_page, frames.size(), mine.offset, mine.bytes, "write_back");
-  if (frames.empty() && !mine.whole) return;
-  const Stretch stretch(mine, source, first_page, frames);
-  if (!zero_copy(source)) {
-    if (meanwhile) meanwhile();
-    return write_back_through_host(stretch, pool);
-  }
-  move(stretch, false, model_.choose(case_of(stretch, false, pool)).way, pool, meanwhile, nullptr);
+  move_pages(mine, source, first_page, frames, false, pool, meanwhile);
+}
+
+// The fastest way, where there is a choice.
+void Engine::move_pages(DeviceBatch& batch, const FrameSource& source, std::uint64_t first_page,
+                        std::span<const std::uint32_t> frames, bool fetch, ThreadPool& pool,
+                        const std::function<void()>& meanwhile) {
+  if (frames.empty() && !batch.whole) return;
+  const Stretch stretch(batch, source, first_page, frames);
+  if (zero_copy(source)) return move(stretch, fetch, model_.choose(case_of(stretch, fetch, pool)).way, pool, meanwhile, nullptr);
+  if (meanwhile) meanwhile();
+  if (fetch)
+    fetch_through_host(stretch, pool);
+  else
+    write_back_through_host(stretch, pool);
 }
 
 void Engine::write_back_last(CudaBatch& batch, const FrameSource& source, std::uint64_t offset, std::uint64_t bytes,

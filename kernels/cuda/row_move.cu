@@ -59,10 +59,12 @@ template <bool kFromHost>
 void move(const char* name, const RowMove& m, const RowMoveShape& shape, cudaStream_t stream) {
   const RecordPlaces& p = m.places;
   std::byte* const first = p.slab + p.offset;
-  if (!p.whole)
-    return move<kFromHost>(name,
-                           device::FramePlaces{first, p.page_bytes, p.stride, p.page_index, p.slots, p.frames, p.first_page}, m,
-                           shape, stream);
+  if (!p.whole) {
+    const device::FramePlaces places{first, p.page_bytes, p.stride, p.page_index, p.slots, p.frames, p.first_page};
+    if constexpr (kFromHost)
+      if (p.some) return move<kFromHost>(name, device::SomeFramePlaces{places}, m, shape, stream);
+    return move<kFromHost>(name, places, m, shape, stream);
+  }
   const auto with = [&]<class Key>(Key) {
     const int shift = std::has_single_bit(p.rows_per_page) ? std::countr_zero(p.rows_per_page) : -1;
     move<kFromHost>(name,

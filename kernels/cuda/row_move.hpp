@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/cuda.hpp"
+
 namespace embermap::gpu {
 
 // Where the kernel and the threads of the host meet that move the rows of one batch: it takes rows from the first one upwards,
@@ -35,6 +37,7 @@ struct RecordPlaces {
   const std::uint32_t* slots;
   const std::uint32_t* frames;
   std::uint32_t first_page;
+  bool some = false;  // a frame may be kLeftOut: its rows are not moved
 };
 
 struct RowMove {

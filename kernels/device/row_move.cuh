@@ -24,6 +24,18 @@ struct FramePlaces {
   }
 };
 
+// Null for rows that are not moved.
+struct SomeFramePlaces {
+  FramePlaces all;
+  __device__ std::byte* operator()(std::uint64_t row) const {
+    return all.frames[all.page_index[row] - all.first_page] != kLeftOut ? all(row) : nullptr;
+  }
+};
+template <class Places>
+inline constexpr bool kAllRows = true;
+template <>
+inline constexpr bool kAllRows<SomeFramePlaces> = false;
+
 template <class Key>
 struct WholePlaces {
   std::byte* slab;
@@ -109,11 +121,12 @@ __global__ void __launch_bounds__(1024)
           from = reinterpret_cast<const V*>(mine);
           to = reinterpret_cast<V*>(host);
         }
+        const std::uint64_t elements = kAllRows<Places> || host != nullptr ? length : 0;
         V held[kMoveSteps];
 #pragma unroll
         for (int s = 0; s < kMoveSteps; ++s) {
           const std::uint64_t i = column + static_cast<std::uint64_t>(s) * lanes;
-          if (i < length) held[s] = from[i];
+          if (i < elements) held[s] = from[i];
         }
         // The next row's address comes from dependent loads: fetched while this row is under way.
         item += groups;
@@ -129,7 +142,7 @@ __global__ void __launch_bounds__(1024)
 #pragma unroll
         for (int s = 0; s < kMoveSteps; ++s) {
           const std::uint64_t i = column + static_cast<std::uint64_t>(s) * lanes;
-          if (i < length) to[i] = held[s];
+          if (i < elements) to[i] = held[s];
         }
         if (!more) break;
         place = next_place;

@@ -335,7 +335,6 @@ class Table:
                 values.dtype,
                 batch.stream,
                 rate,
-                None,
             )
 
     def prefetch(self, ids: Any) -> Prefetch:

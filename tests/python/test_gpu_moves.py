@@ -182,6 +182,47 @@ def test_each_row_is_of_one_moment(make, memory):
     assert not errors, errors[0]
 
 
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "beside-writers"])
+def test_rows_in_memory_come_while_others_are_read(make, values, others):
+    """Batches of which most pages are in memory; others change rows meanwhile, but not theirs."""
+    table = make(memory=SMALL, optimizer=em.optim.SGD(1.0))["t"]
+    wanted = values.copy()
+    rng = np.random.default_rng(9)
+    stop, errors = threading.Event(), []
+
+    def write():
+        ids = np.arange(10_000, 10_200)
+        try:
+            while not stop.is_set():
+                table.scatter(ids, values[ids])
+        except BaseException as error:
+            errors.append(error)
+
+    writer = threading.Thread(target=write)
+    if others:
+        writer.start()
+    try:
+        for turn in range(30):
+            known = rng.permutation(10_000)[:8_000]
+            far = rng.integers(20_000, ROWS, 100)  # on pages that have gone most of the time
+            ids = rng.permutation(np.concatenate([known, far]))
+            there = torch.from_numpy(ids).cuda()
+            before = table.stats()
+            got = table.gather(there).cpu().numpy()
+            assert np.array_equal(got, wanted[ids]), f"turn {turn}"
+            missed = table.stats()["misses"] - before["misses"]
+            assert turn == 0 or others or 0 < missed < 110
+            rows = torch.from_numpy(rng.integers(0, 9, (len(ids), DIM))).float()
+            table.update(there, rows.cuda())
+            np.subtract.at(wanted, ids, rows.numpy())
+    finally:
+        stop.set()
+        if others:
+            writer.join()
+    assert not errors, errors[0]
+    assert np.array_equal(table[:], wanted)
+
+
 def test_stats_add_up(make):
     table = make(optimizer=em.optim.SGD(1.0))["t"]
     table.gather(np.arange(ROWS))

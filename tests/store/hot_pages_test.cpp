@@ -274,6 +274,107 @@ TEST_F(HotPagesTest, FailedReadLeavesNothingBehind) {
   EXPECT_EQ(value(hot, frame), 2.0F);
 }
 
+// Keeps what it is told, and looks at the pages that are there.
+class Watching final : public HotPages::WhileReading {
+ public:
+  explicit Watching(const HotPages& hot, std::function<void()> then = {}) : hot_{hot}, then_{std::move(then)} {}
+  void begin(std::span<const std::uint32_t> frame_of) noexcept override {
+    ++begun;
+    for (const std::uint32_t frame : frame_of)
+      values.push_back(frame == HotPages::kAbsent ? -1.0F : *reinterpret_cast<const float*>(hot_.frame(frame)));
+    if (then_) then_();
+  }
+  void end() noexcept override { ++ended; }
+  int begun = 0, ended = 0;
+  std::vector<float> values;
+
+ private:
+  const HotPages& hot_;
+  std::function<void()> then_;
+};
+
+TEST_F(HotPagesTest, PagesInMemoryMayBeUsedWhileOthersAreRead) {
+  for (const Access access : {Access::kRead, Access::kWrite}) {
+    EvictingPages hot(*file_, 4, pool_, nullptr);
+    std::vector<std::uint32_t> frames(4);
+    const auto held = [&](const std::vector<std::uint64_t>& pages, Watching& watching) {
+      const auto hold = hot.hold(pages, std::span(frames).first(pages.size()), access, {}, {}, &watching);
+      ASSERT_TRUE(hold.has_value());
+      for (std::size_t i = 0; i < pages.size(); ++i) EXPECT_EQ(value(hot, frames[i]), static_cast<float>(pages[i]));
+    };
+    Watching none(hot), some(hot), all(hot), evicting(hot);
+    held({1, 3, 5}, none);
+    EXPECT_EQ(none.begun, 0) << "no page is there yet";
+    held({1, 2, 3}, some);
+    EXPECT_THAT(some.values, ElementsAre(1, -1, 3));
+    EXPECT_EQ(some.begun, 1);
+    EXPECT_EQ(some.ended, 1);
+    held({1, 2, 3}, all);
+    EXPECT_EQ(all.begun, 0) << "nothing is read";
+    held({2, 3, 7, 8}, evicting);
+    EXPECT_THAT(evicting.values, ElementsAre(2, 3, -1, -1));
+    EXPECT_EQ(evicting.ended, 1);
+    EXPECT_THAT(resident(hot), testing::UnorderedElementsAre(2U, 3U, 7U, 8U));
+  }
+  WholePages whole(*file_, pool_);
+  use(whole, {1});
+  Watching watching(whole);
+  std::array<std::uint32_t, 2> frames{};
+  ASSERT_TRUE(whole.hold(std::array<std::uint64_t, 2>{1, 2}, frames, Access::kRead, {}, {}, &watching).has_value());
+  EXPECT_EQ(watching.begun, watching.ended);
+}
+
+TEST_F(HotPagesTest, WhatBeganWhileReadingEndsAlsoWhereThatFails) {
+  EvictingPages hot(*file_, 4, pool_, nullptr);
+  use(hot, {1, 3});
+  // Nobody gets the frames that were found before the end, however much he needs them.
+  std::thread other;
+  std::atomic<bool> gone{false};
+  Watching watching(hot, [&] {
+    ops_.fail_reads = true;
+    other = std::thread([&] {
+      std::vector<std::uint32_t> frames(4);
+      try {
+        (void)hot.hold(std::array<std::uint64_t, 4>{10, 11, 12, 13}, frames, Access::kRead);
+      } catch (const IoError&) {
+      }
+      gone = true;
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    EXPECT_FALSE(gone) << "a batch is at work";
+  });
+  std::array<std::uint32_t, 3> frames{};
+  EXPECT_THROW((void)hot.hold(std::array<std::uint64_t, 3>{1, 2, 3}, frames, Access::kRead, {}, {}, &watching), IoError);
+  other.join();
+  EXPECT_EQ(watching.begun, 1);
+  EXPECT_EQ(watching.ended, 1);
+  EXPECT_THAT(watching.values, ElementsAre(1, -1, 3));
+  ops_.fail_reads = false;
+  use(hot, {1, 2, 3});
+}
+
+TEST_F(HotPagesTest, NothingBeginsWhileAnotherBatchReadsAPage) {
+  EvictingPages hot(*file_, 8, pool_, nullptr);
+  use(hot, {1});
+  ops_.waiting_offset = static_cast<off_t>(geometry_.offset_of(2));
+  std::thread reader([&] { use(hot, {2}); });
+  while (!ops_.waits) std::this_thread::yield();
+  std::atomic<bool> done{false};
+  std::vector<float> seen;
+  std::thread second([&] {
+    Watching watching(hot);
+    std::array<std::uint32_t, 3> frames{};
+    const auto hold = hot.hold(std::array<std::uint64_t, 3>{1, 2, 3}, frames, Access::kRead, {}, {}, &watching);
+    EXPECT_EQ(watching.begun, 0) << "one of the frames that were found is not filled yet";
+    done = true;
+  });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_FALSE(done);
+  ops_.waiting_offset = -1;
+  reader.join();
+  second.join();
+}
+
 TEST_F(HotPagesTest, FailedWriteBackKeepsTheDirtyPages) {
   EvictingPages hot(*file_, 2, pool_, nullptr);
   use(hot, {0, 1}, Access::kWrite, 1);
