@@ -149,7 +149,7 @@ std::vector<CommitInfo> read_history(const std::filesystem::path& store, const M
   Found found = read_file(store / kHistoryName, manifest.commit, ops);
   for (const CommitInfo& commit : logged)
     if (commit.number <= manifest.commit) found.commits.insert_or_assign(commit.number, commit);
-  if (!manifest.time.empty()) found.commits.insert_or_assign(manifest.commit, info_of(manifest));
+  if (manifest.commit != 0) found.commits.insert_or_assign(manifest.commit, info_of(manifest));
   return newest(found.commits);
 }
 
@@ -165,7 +165,7 @@ void CommitHistory::load(const Manifest& manifest, std::span<const CommitInfo> l
   // What the file lacks in the middle has to be put there.
   stale_ =
       stale_ || static_cast<std::uint64_t>(std::distance(found.commits.begin(), found.commits.upper_bound(written_))) != lines;
-  if (!manifest.time.empty()) found.commits.emplace(manifest.commit, info_of(manifest));
+  if (manifest.commit != 0) found.commits.emplace(manifest.commit, info_of(manifest));
   for (const CommitInfo& commit : newest(found.commits)) push(commit);
 }
 

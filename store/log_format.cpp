@@ -107,7 +107,11 @@ std::optional<LogHeader> read_log_header(const File& file) {
   }
   // A log is made with its header before anything else is in it. One without any is one whose making was interrupted.
   if (!found && (foreign || file.size() > kLogStart))
-    throw FormatError(file.path(), "neither of the redo log's two headers is whole");
+    throw CorruptError(fmt::format(
+        "{}: neither of the redo log's two headers is whole, and what it has of commits cannot be told. Bring the file "
+        "back; accept_unclean, or 'embermap recover', takes the tables as they are, which may mix rows of several "
+        "commits, and keeps the file under another name",
+        printable(file.path())));
   return found;
 }
 
@@ -168,26 +172,10 @@ void write_log_mark(const File& file, const LogMark& mark) {
 
 void erase_log_mark(const File& file) { file.write(kMarkPlace, std::array<std::byte, kSector>{}); }
 
-std::optional<std::uint64_t> missing_commit(const LogHeader& header, const std::optional<LogMark>& mark, std::uint64_t last) {
-  // A header is on the disk before any mark of its life: a mark of a later one says that this is not the newest header.
-  const std::uint64_t marked = mark && mark->id >= header.id ? mark->commit : 0;
-  const std::uint64_t known = std::max(header.applying, marked);
-  return known > last ? std::optional(known) : std::nullopt;
-}
-
-std::string how_log_was_cut(const File& file) {
-  const auto header = read_log_header(file);
-  if (!header) return "it was cut to nothing, and had its two headers before it had commits";
+std::string how_headers_were_cut(const File& file) {
+  if (!read_log_header(file)) return "it was cut to nothing, and had its two headers before it had commits";
   const std::uint64_t bytes = file.size();
-  if (bytes < kLogStart) return fmt::format("it was cut to {} bytes, and its two headers have {}", bytes, kLogStart);
-  if (bytes < header->tail)
-    return fmt::format("it was cut to {} bytes, and its first record began at byte {}", bytes, header->tail);
-  const auto mark = read_log_mark(file);
-  if (mark && mark->id > header->id)
-    return fmt::format("the newer of its headers, which had commit {}, is damaged", mark->commit);
-  if (mark && mark->id == header->id && mark->commit > header->applied && mark->end > bytes)
-    return fmt::format("it was cut to {} bytes, and commit {} ended at byte {}", bytes, mark->commit, mark->end);
-  return {};
+  return bytes < kLogStart ? fmt::format("it was cut to {} bytes, and its two headers have {}", bytes, kLogStart) : std::string();
 }
 
 void seal_log_record(LogRecordHeader header, std::byte* memory, std::uint64_t bytes) {
@@ -238,6 +226,9 @@ std::uint64_t walk_log(const File& file, const LogHeader& log, const std::functi
   return position;
 }
 
+namespace {
+
+// The number of a commit whose record lies behind `from`; nullopt: none.
 std::optional<std::uint64_t> commit_behind(const File& file, const LogHeader& log, std::uint64_t from) {
   constexpr std::uint64_t kChunk = 1U << 20;
   const std::uint64_t file_bytes = file.size();
@@ -257,6 +248,42 @@ std::optional<std::uint64_t> commit_behind(const File& file, const LogHeader& lo
     }
   }
   return std::nullopt;
+}
+
+}  // namespace
+
+std::string what_log_lacks(const File& file, const LogHeader& header, const std::optional<LogMark>& mark, const LogEnd& end) {
+  const std::uint64_t bytes = file.size();
+  if (bytes < header.tail && header.tail > kLogStart)
+    return fmt::format("it was cut to {} bytes, and its first record began at byte {}", bytes, header.tail);
+  // A header is on the disk before any mark of its life: a mark of a later one says that this is not the newest header.
+  if (mark && mark->id > header.id) return fmt::format("the newer of its headers, which had commit {}, is damaged", mark->commit);
+  if (const auto lost = commit_behind(file, header, end.position))
+    return fmt::format("the record at byte {} is damaged, and commits up to {} lie behind it", end.position, *lost);
+  const std::uint64_t last = end.last_commit.value_or(header.applied);
+  const bool marked = mark && mark->id == header.id;
+  const std::uint64_t known = std::max(header.applying, marked ? mark->commit : 0);
+  if (known > last) {
+    return fmt::format("it had commit {}, and {}: it was cut or damaged{}", known,
+                       end.last_commit ? fmt::format("ends with commit {}", last) : "has none of its commits any more",
+                       marked && mark->commit == known && mark->end > bytes
+                           ? fmt::format(" (it has {} bytes, and that commit ended at byte {})", bytes, mark->end)
+                           : std::string());
+  }
+  return {};
+}
+
+CorruptError log_error(const std::filesystem::path& log, std::string_view lack, std::uint64_t commit) {
+  return CorruptError(fmt::format(
+      "{}: the redo log is gone or damaged, which had commits that the tables' files may not have: {}. The store would be {}, "
+      "and "
+      "its tables may mix rows of several. Bring the file back; accept_unclean, or 'embermap recover', takes the tables as they "
+      "are, with those commits that the log still has",
+      printable(log), lack, at_commit(commit)));
+}
+
+std::string at_commit(std::uint64_t commit) {
+  return commit == 0 ? "before its first commit" : fmt::format("at commit {}", commit);
 }
 
 }  // namespace embermap

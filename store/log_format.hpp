@@ -37,6 +37,7 @@
 namespace embermap {
 
 inline constexpr std::string_view kLogName = "redo.log";
+inline constexpr std::string_view kDamagedLogName = "redo.log.damaged";
 inline constexpr std::uint64_t kLogBlock = 4096;
 inline constexpr std::uint64_t kLogStart = 2 * kLogBlock;  // of the first record
 inline constexpr std::uint64_t kHeaderPage = ~0ULL;        // the page number that the .npy's header has in the log
@@ -48,7 +49,7 @@ struct LogHeader {
 };
 
 // The header that counts; nullopt where there is none yet: the file ends before its first record, and no slot was ever complete.
-// Throws FormatError for a file that is no log, a newer version, and where both slots are damaged.
+// Throws CorruptError where there is something in it and no slot is whole, FormatError for a newer version.
 std::optional<LogHeader> read_log_header(const File& file);
 // Throws FormatError naming both if `log` is another store's; either may be not known.
 void check_log_store(const std::filesystem::path& file, const StoreId& log, const StoreId& store);
@@ -69,12 +70,8 @@ struct LogMark {
 std::optional<LogMark> read_log_mark(const File& file);  // nullopt: none, or not whole
 void write_log_mark(const File& file, const LogMark& mark);
 void erase_log_mark(const File& file);
-// Which commit the log must have besides those up to `last`, which a walk found: `applying` was in it when applying began, the
-// mark's when it was written. nullopt: nothing says that one is missing.
-std::optional<std::uint64_t> missing_commit(const LogHeader& header, const std::optional<LogMark>& mark, std::uint64_t last);
-// How the file's length says that the log, which has commits, was cut: it cannot be shorter than its two headers, than where its
-// first record lies, or than the last commit. Empty: it does not. Only for a log that no writer changes.
-std::string how_log_was_cut(const File& file);
+// How the file of a log that has commits is not even its two headers long; empty: it is.
+std::string how_headers_were_cut(const File& file);
 
 enum class LogRecordKind : std::uint32_t { kPages = 1, kInPlace = 2, kCommit = 3 };
 
@@ -120,9 +117,19 @@ struct LogRecord {
 // too short for.
 std::uint64_t walk_log(const File& file, const LogHeader& header, const std::function<void(const LogRecord&)>& visit);
 
-// The number of a commit whose record lies behind `from`, where a walk ended: everything before a commit record was durable
-// before it was written, so that what ended the walk is damage, not a crash. Only for a log that nobody appends to. nullopt:
-// none.
-std::optional<std::uint64_t> commit_behind(const File& file, const LogHeader& header, std::uint64_t from);
+// What a walk through a log came to.
+struct LogEnd {
+  std::uint64_t position = kLogStart;             // where it ended, behind the last record that is whole
+  std::optional<std::uint64_t> last_commit = {};  // the number of that record
+};
+// What the log lacks of commits that it had, in words; empty: nothing that anything tells. It cannot be shorter than its tail; it
+// has the commits that the mark and `applying` speak of; and before a commit's record everything was durable before that was
+// written, so that a record that is not whole in front of one is damage, not a crash. Of a log that is being appended to, it says
+// that something is missing only where it says so twice, of the same end and the same header. Reads what lies behind the end.
+std::string what_log_lacks(const File& file, const LogHeader& header, const std::optional<LogMark>& mark, const LogEnd& end);
+// The error about it; `commit`: what the store would be at without that.
+CorruptError log_error(const std::filesystem::path& log, std::string_view lack, std::uint64_t commit);
+// "at commit 3"; "before its first commit" of 0.
+std::string at_commit(std::uint64_t commit);
 
 }  // namespace embermap

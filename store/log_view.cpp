@@ -29,12 +29,21 @@ std::unique_ptr<LogView> LogView::open(const std::filesystem::path& path, Thread
   }
   if (!read_log_header(file)) return nullptr;  // just being made
   std::unique_ptr<LogView> view(new LogView(std::move(file), io, options));
+  std::string lack;
+  std::uint64_t end = 0, serial = 0;
   for (int looks = 1;; ++looks) {
     const std::uint64_t bytes = view->file_.size();
     try {
       view->load();
-      // Where the log went on meanwhile, what is missing may have been applied.
-      if (!view->missing_ || looks == kMostLooks || (view->unchanged() && view->file_.size() == bytes)) return view;
+      const bool still = view->unchanged() && view->file_.size() == bytes;
+      // Where the log went on meanwhile, what is missing may have come, or have been applied: it is believed when a second look
+      // meets the same.
+      if (view->lack_.empty() || (still && view->lack_ == lack && view->end_ == end && view->header_.serial == serial))
+        return view;
+      if (looks == kMostLooks) throw StaleError(fmt::format("{} changes all the time", printable(path)));
+      lack = view->lack_;
+      end = view->end_;
+      serial = view->header_.serial;
     } catch (const StaleError&) {
       throw;
     } catch (const Error&) {
@@ -59,10 +68,12 @@ void LogView::load() {
   store_ = header_.store;
   const auto mark = read_log_mark(file_);  // before the walk, which then meets the commit that it speaks of
   std::uint64_t epoch = header_.tail;
-  walk_log(file_, header_, [&](const LogRecord& record) {
+  std::optional<std::uint64_t> last;
+  end_ = walk_log(file_, header_, [&](const LogRecord& record) {
     if (record.header.kind == static_cast<std::uint32_t>(LogRecordKind::kCommit)) {
       epoch = record.end();
       commit_ = record.header.commit;
+      last = commit_;
       manifest_ = record.text;
       return;
     }
@@ -73,7 +84,7 @@ void LogView::load() {
   });
   index_.forget_from(epoch);
   bytes_ = epoch - header_.tail;
-  missing_ = missing_commit(header_, mark, commit_);
+  lack_ = what_log_lacks(file_, header_, mark, {.position = end_, .last_commit = last});
 }
 
 void LogView::check_moment(std::uint64_t manifest) const {

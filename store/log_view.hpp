@@ -41,9 +41,10 @@ class LogView final : public LoggedPages {
   void check_moment(std::uint64_t manifest) const;
   // The text of the commit's manifest; empty if the log has no commit that is not in the files.
   const std::string& manifest() const noexcept { return manifest_; }
-  std::uint64_t bytes() const noexcept { return bytes_; }  // of the commits in the log
-  // A commit that the log had and has no more: it was cut or damaged. nullopt: nothing says so.
-  const std::optional<std::uint64_t>& missing() const noexcept { return missing_; }
+  std::uint64_t bytes() const noexcept { return bytes_; }    // of the commits in the log
+  std::uint64_t applied() const noexcept { return first_; }  // the commit up to which the tables' files had all, then
+  // What of its commits the log lacks, as what_log_lacks(); empty: nothing.
+  const std::string& lack() const noexcept { return lack_; }
   // True if the writer has neither begun nor ended to apply anything since the log was opened, and has not made the log anew.
   bool unchanged() const;
 
@@ -73,7 +74,8 @@ class LogView final : public LoggedPages {
   StoreId store_;
   std::string manifest_;
   std::uint64_t bytes_ = 0;
-  std::optional<std::uint64_t> missing_;
+  std::string lack_;
+  std::uint64_t end_ = 0;                   // of the records that are whole
   std::vector<std::uint64_t> files_known_;  // which header, unless something was being applied
   mutable std::mutex mutex_;
   LogHeader header_;          // of what follows

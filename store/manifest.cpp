@@ -264,11 +264,14 @@ std::set<std::string, std::less<>> read_unfinished(const Reader& reader) {
   if (!names.is_array()) reader.fail("has 'unfinished' that is no array");
   for (const Json& value : names) {
     const std::string file = value.is_string() ? value.get<std::string>() : std::string();
-    const std::size_t dot = file.rfind('.');
-    if (dot == std::string::npos || (file.substr(dot) != ".npy" && file.substr(dot) != ".pages"))
+    // Longer ones first: "x.order.npy" is the order of a table "x", or the file of one "x.order".
+    std::string_view table = file;
+    for (const std::string_view ending : {".vocab.txt", ".order.npy", ".npy", ".pages"})
+      if (table.size() == file.size() && table.ends_with(ending)) table.remove_suffix(ending.size());
+    if (table.size() == file.size())
       reader.fail(fmt::format("has '{}' in 'unfinished', which is no file of a table", printable(file)));
     try {
-      check_table_name(file.substr(0, dot));
+      check_table_name(table);
     } catch (const InvalidArgument& problem) {
       reader.fail(fmt::format("cannot be: in 'unfinished', {}", problem.what()));
     }
@@ -323,6 +326,7 @@ TableEntry read_table(const Reader& reader) {
   }
 
   if (reader.has("changed")) entry.changed = reader.integer("changed");
+  if (reader.has("settled")) entry.settled = reader.integer("settled");
   if (reader.has("memory")) entry.memory = reader.integer("memory");
   if (reader.has("counters")) {
     const Reader counters = reader.object("counters");
@@ -450,6 +454,7 @@ std::string Manifest::text() const {
              {"data_offset", entry.geometry.data_offset}};
     if (entry.carried) table["carried"] = *entry.carried;
     if (entry.changed != 0) table["changed"] = entry.changed;
+    if (entry.settled != 0) table["settled"] = entry.settled;
     if (entry.memory != 0) table["memory"] = entry.memory;
     TableCounters counters = entry.counters;
     if (counters != TableCounters{})

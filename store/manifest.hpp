@@ -37,6 +37,7 @@ struct TableEntry {
   std::uint64_t step = 0;
   std::optional<double> carried;                 // into the next step: see carried_on()
   std::uint64_t changed = 0;                     // the last commit that changed its pages; 0: not known
+  std::uint64_t settled = 0;                     // what NAME.pages had when this was written, at least, as a commit; 0: not known
   std::uint64_t memory = 0;                      // bytes of the store's budget; 0: by size
   TableCounters counters;                        // up to the commit
   std::optional<std::filesystem::path> adopted;  // the foreign file, absolute

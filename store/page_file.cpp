@@ -50,6 +50,7 @@ PageFile::PageFile(std::string table, File data, PageLedger ledger, const Schema
       logged_{options.logged},
       log_{options.log},
       id_{options.id},
+      skip_damaged_{options.skip_damaged},
       verify_reads_{options.verify_reads},
       page_io_{std::make_unique<PageIo>(data_, io, options.io)} {
   if (swap_ && schema_.structured())
@@ -435,12 +436,26 @@ void PageFile::apply(std::span<const LogTarget::Page> pages) {
     check_applied(page.page);
     pieces.push_back({geometry_.offset_of(page.page), page.memory, geometry_.bytes_in(page.page), geometry_.page_bytes()});
   }
-  compute_.parallel_for(pieces.size(), std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
-                        [&](std::uint64_t begin, std::uint64_t end) {
-                          for (std::uint64_t i = begin; i < end; ++i)
-                            if (page_checksum({pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)}) != pages[i].checksum)
-                              throw damaged(pages[i].page, "does not match its checksum in the redo log");
-                        });
+  std::vector<std::uint8_t> bad(pages.size(), 0);
+  compute_.parallel_for(
+      pieces.size(), std::max<std::uint64_t>(1, kGrainBytes / geometry_.page_bytes()),
+      [&](std::uint64_t begin, std::uint64_t end) {
+        for (std::uint64_t i = begin; i < end; ++i)
+          bad[i] = page_checksum({pieces[i].memory, static_cast<std::size_t>(pieces[i].bytes)}) != pages[i].checksum;
+      });
+  std::vector<LogTarget::Page> whole;
+  if (const auto first = std::find(bad.begin(), bad.end(), 1); first != bad.end()) {
+    if (!skip_damaged_)
+      throw damaged(pages[static_cast<std::size_t>(first - bad.begin())].page, "does not match its checksum in the redo log");
+    skipped_ = true;
+    for (std::size_t i = 0; i < pages.size(); ++i)
+      if (bad[i] == 0) {
+        pieces[whole.size()] = pieces[i];
+        whole.push_back(pages[i]);
+      }
+    pieces.resize(whole.size());
+    pages = whole;
+  }
   note_writing();
   io().write(pieces, [&](std::size_t i) { ledger_.record(pages[i].page, pages[i].checksum); });
 }

@@ -48,6 +48,7 @@ struct PageFileOptions {
   LoggedPages* logged = nullptr;
   RedoLog* log = nullptr;  // the same, for a writer: written pages go to it; null: they go to the file
   std::uint32_t id = 0;
+  bool skip_damaged = false;  // pages of the log that do not match their checksums are not applied: see skipped()
   bool verify_reads = false;  // compare pages with checksums that are not in memory, too: a second read
 };
 
@@ -130,6 +131,7 @@ class PageFile final : public LogTarget {
   std::uint64_t page_bytes() const override { return geometry_.page_bytes(); }
   std::uint64_t pages() const override { return pages_.load(std::memory_order_relaxed); }
   void apply(std::span<const LogTarget::Page> pages) override;
+  bool skipped() const noexcept { return skipped_.load(); }  // a page, which was damaged in the log
   void apply_header(std::span<const std::byte> header) override;
   void apply_in_place(std::uint64_t page, std::uint32_t checksum) override;
   void sync_applied(std::uint64_t commit) override;
@@ -185,6 +187,8 @@ class PageFile final : public LogTarget {
   LoggedPages* const logged_;
   RedoLog* const log_;
   const std::uint32_t id_;
+  const bool skip_damaged_;
+  std::atomic<bool> skipped_{false};
   const bool verify_reads_;
   Counters counters_;
   std::atomic<bool> ahead_{false};

@@ -142,7 +142,7 @@ PageLedger::PageLedger(PageLedger&& other) noexcept
       content_{other.content_},
       sums_offset_{other.sums_offset_},
       stamp_{other.stamp_},
-      commit_{other.commit_},
+      number_{other.number_},
       bad_bits_{std::move(other.bad_bits_)},
       bad_sums_{std::move(other.bad_sums_)},
       bits_{std::move(other.bits_)},
@@ -158,10 +158,11 @@ void PageLedger::write_header(const File& file) const {
   file.write(0, std::as_bytes(std::span(&header, 1)));
 }
 
-PageLedger PageLedger::create(File file, std::uint64_t pages, bool adopted) {
+PageLedger PageLedger::create(File file, std::uint64_t pages, bool adopted, std::optional<std::uint64_t> commit) {
   PageLedger ledger(std::move(file), pages, adopted ? kAdopted : 0, kVersion, sums_offset_for(pages, kVersion));
   ledger.file_.resize(file_bytes(ledger.sums_offset_, pages, kVersion));
   ledger.write_header(ledger.file_);
+  if (commit) ledger.set_commit(*commit);
   ledger.file_.sync();
   return ledger;
 }
@@ -331,20 +332,33 @@ void PageLedger::load_stamp() {
   StoredStamp stored{};
   file_.read(kStampOffset, std::as_writable_bytes(std::span(&stored, 1)));
   if (adopted() && stored.checksum == stamp_checksum(stored)) stamp_ = {stored.bytes, stored.modified_ns, stored.inode};
-  StoredCommit commit{};
-  file_.read(kCommitOffset, std::as_writable_bytes(std::span(&commit, 1)));
-  if (commit.checksum == commit_checksum(commit)) commit_ = commit.commit;
+  number_ = read_number(file_);
 }
 
-std::optional<std::uint64_t> PageLedger::commit() const {
+PageLedger::Number PageLedger::read_number(const File& file) {
+  char magic[sizeof kMagic];
+  file.read(0, std::as_writable_bytes(std::span(magic)));
+  if (std::memcmp(magic, kMagic, sizeof kMagic) != 0) throw FormatError(file.path(), "not a page file: no magic at byte 0");
+  // A writer in another process may be writing it: once more then.
+  constexpr int kMostReads = 3;
+  for (int reads = 0; reads < kMostReads; ++reads) {
+    StoredCommit stored{};
+    file.read(kCommitOffset, std::as_writable_bytes(std::span(&stored, 1)));
+    if (stored.commit == 0 && stored.checksum == 0) return {};
+    if (stored.checksum == commit_checksum(stored)) return {.commit = stored.commit};
+  }
+  return {.commit = std::nullopt, .damaged = true};
+}
+
+PageLedger::Number PageLedger::number() const {
   const std::lock_guard lock(mutex_);
-  return commit_;
+  return number_;
 }
 
 void PageLedger::set_commit(std::uint64_t commit) {
   const std::lock_guard lock(mutex_);
   write_commit(file_, commit);
-  commit_ = commit;
+  number_ = {.commit = commit};
 }
 
 std::optional<FileStamp> PageLedger::stamp() const {
@@ -694,7 +708,7 @@ void PageLedger::rewrite(std::uint64_t pages) {
   }
   file.write(0, std::as_bytes(std::span(&header, 1)));
   write_stamp(file, stamp_);
-  write_commit(file, commit_);
+  write_commit(file, number_.commit);
   file_ = temporary.commit();
   pages_ = pages;
   content_ = kContent;

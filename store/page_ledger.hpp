@@ -43,7 +43,8 @@ struct PageMark {
 // CorruptError naming the file, the bytes and the pages; those that do not go on.
 class PageLedger {
  public:
-  static PageLedger create(File file, std::uint64_t pages, bool adopted);
+  // `commit`: as set_commit().
+  static PageLedger create(File file, std::uint64_t pages, bool adopted, std::optional<std::uint64_t> commit = {});
   // Throws FormatError if the file is not a ledger, or is shorter than its page count says. Holes are not read. A file of version
   // 1 that is open for writing is replaced by one of version 2.
   static PageLedger open(File file);
@@ -72,8 +73,15 @@ class PageLedger {
   void forget_stamp();
   // The commit up to which what is here has what commits changed: at least the last one that changed the table; nullopt: not
   // known. What is set is durable with sync().
-  std::optional<std::uint64_t> commit() const;
+  std::optional<std::uint64_t> commit() const { return number().commit; }
   void set_commit(std::uint64_t commit);
+  struct Number {
+    std::optional<std::uint64_t> commit;
+    bool damaged = false;  // there is one, which does not match its checksum
+  };
+  Number number() const;
+  // The same of a file of which nothing else is looked at. Throws FormatError where it is no page file, IoError.
+  static Number read_number(const File& file);
   // What was recorded for the page, if that is in memory; nullopt if it is not or none was recorded.
   std::optional<std::uint32_t> checksum(std::uint64_t page) const;
   // Checksums of pages [first, first + out.size()), read from the file where they are not in memory; 0: none recorded.
@@ -167,7 +175,7 @@ class PageLedger {
   std::uint64_t sums_offset_ = 0;
   mutable std::mutex mutex_;
   std::optional<FileStamp> stamp_;
-  std::optional<std::uint64_t> commit_;
+  Number number_;
   mutable std::atomic<std::uint64_t> sums_read_{0};      // sectors, by read_checksums_of()
   mutable std::set<std::uint64_t> bad_bits_, bad_sums_;  // damaged sectors, as far as they were read
   Zeroed<std::uint8_t> bits_;

@@ -65,6 +65,26 @@ PageLedger open_ledger(const StoreCore& core, const std::string& name, const Tab
   return ledger;
 }
 
+// Throws FormatError for a table's file that ends before its rows do.
+void check_length(const File& data, const TableEntry& entry) {
+  if (const std::uint64_t bytes = data.size(); bytes < entry.geometry.file_bytes())
+    throw FormatError(data.path(), fmt::format("truncated: {} bytes, and its {} rows end at byte {}", bytes, entry.geometry.rows,
+                                               entry.geometry.file_bytes()));
+}
+
+constexpr std::string_view kHeadersDamaged = "neither of its two headers is whole";
+
+// A reader's look at the log; nullptr if there is none, and where none of its headers is whole and that is accepted (`damaged`).
+std::unique_ptr<LogView> open_log(StoreCore& core, bool accept_damage, bool& damaged) {
+  try {
+    return LogView::open(core.path / kLogName, core.io, core.page_io, core.ops);
+  } catch (const CorruptError&) {
+    if (!accept_damage) throw;
+    damaged = true;
+    return nullptr;
+  }
+}
+
 // Of the manifest in the store's file and that of a commit in its log, the one with the higher revision.
 Manifest newer_manifest(Manifest manifest, std::string_view in_log, const std::filesystem::path& store) {
   Manifest committed = Manifest::parse(in_log, store / kLogName);
@@ -73,20 +93,16 @@ Manifest newer_manifest(Manifest manifest, std::string_view in_log, const std::f
   return committed;
 }
 
-// How a log ends before a commit that it had.
-std::string missing_text(const LogView& view) {
-  return fmt::format("it had commit {}, and ends with commit {}: it was cut or damaged", *view.missing(), view.commit());
-}
-
 }  // namespace
 
 std::string why_log_is_gone(const std::filesystem::path& store, const Manifest& manifest, FileOps& ops) {
-  if (!manifest.log) return {};
-  if (!is_there(store / kLogName)) return "it is not there";
+  if (!is_there(store / kLogName)) return manifest.log ? "it is not there" : std::string();
+  const File log = File::open(store / kLogName, File::Mode::kRead, ops);
   try {
-    return how_log_was_cut(File::open(store / kLogName, File::Mode::kRead, ops));
-  } catch (const Error&) {
-    return {};  // whoever reads it says what is wrong
+    const std::string cut = how_headers_were_cut(log);
+    return manifest.log ? cut : std::string();  // one without commits may be just being made
+  } catch (const CorruptError&) {
+    return std::string(kHeadersDamaged);
   }
 }
 
@@ -95,14 +111,6 @@ CorruptError Store::Impl::unclean_end(const std::filesystem::path& store, std::u
       fmt::format("store {} has pages written after its last commit ({}): {}. Its tables may mix committed and later rows; "
                   "accept_unclean, or 'embermap recover', takes them as they are",
                   printable(store), commit, why));
-}
-
-CorruptError Store::Impl::log_gone(const std::filesystem::path& store, std::uint64_t commit, std::string_view why) {
-  return CorruptError(fmt::format(
-      "{}: the redo log is gone, which had commits that the tables' files may not have: {}. The store would be at "
-      "commit {}, and its tables may mix rows of several. Bring the file back; accept_unclean, or 'embermap recover', "
-      "takes the tables as they are",
-      printable(store / kLogName), why, commit));
 }
 
 void Store::Impl::check_unchanged(const StoreCore& core, const std::string& name, const TableEntry& entry, const File& data,
@@ -125,31 +133,32 @@ void Store::Impl::look(bool accept_unclean) {
   for (int attempt = 1;; ++attempt) {
     check_own_file(core_->path / kLogName);
     auto unlogged = std::make_unique<UnloggedView>(core_->path);  // before anything is looked at
-    auto view = LogView::open(core_->path / kLogName, core_->io, core_->page_io, core_->ops);
+    bool damaged = false;
+    auto view = open_log(*core_, accept_unclean, damaged);
     Manifest manifest = Manifest::load(core_->path);
     const std::uint64_t revision = manifest.revision;
-    if (view) {
-      view->check_store(manifest.store_id);
-      view->check_moment(manifest.commit);
-    }
+    const Manifest in_file = manifest;
+    const bool lacks = view && !view->lack().empty();
+    if (view) view->check_store(manifest.store_id);
     if (view && !view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), core_->path);
+    if (lacks && !accept_unclean) throw log_error(core_->path / kLogName, view->lack(), manifest.commit);
+    if (view && !lacks) view->check_moment(in_file.commit);
     core_->unclean = UncommittedMark::present(core_->path, manifest.commit, core_->ops);
     if (core_->unclean && !accept_unclean)
       throw unclean_end(core_->path, manifest.commit,
                         "a writer without a redo log is at work, or its session ended without commit");
-    bool whole = !view || manifest.commit <= view->commit();
-    if (!view && manifest.log) {
+    bool whole = !view || lacks || manifest.commit <= view->commit();
+    if (!view && manifest.log && !damaged) {
       if (const std::string why = why_log_is_gone(core_->path, manifest, core_->ops); why.empty())
         whole = false;  // a writer has made it meanwhile
       else if (!accept_unclean)
-        throw log_gone(core_->path, manifest.commit, why);
+        throw log_error(core_->path / kLogName, why, manifest.commit);
     }
     // Its headers are there as long as it is, whatever a writer does meanwhile.
     std::error_code ignored;
     if (view && manifest.log && !accept_unclean && std::filesystem::file_size(core_->path / kLogName, ignored) < kLogStart)
-      throw log_gone(core_->path, manifest.commit,
-                     how_log_was_cut(File::open(core_->path / kLogName, File::Mode::kRead, core_->ops)));
-    if (view && view->missing() && !accept_unclean) throw log_gone(core_->path, manifest.commit, missing_text(*view));
+      throw log_error(core_->path / kLogName,
+                      how_headers_were_cut(File::open(core_->path / kLogName, File::Mode::kRead, core_->ops)), manifest.commit);
     if (whole) {
       const auto still = stand_still();
       std::erase_if(tables_, [&](const auto& item) {
@@ -164,10 +173,21 @@ void Store::Impl::look(bool accept_unclean) {
       core_->logged = core_->view ? static_cast<LoggedPages*>(core_->view.get()) : core_->unlogged.get();
       manifest_ = std::move(manifest);
       core_->commit = manifest_.commit;
-      open_tables();
-      // A table that could not be opened may be one that has been removed since.
-      const bool listed = broken_.empty() || Manifest::load(core_->path).revision == revision;
-      if (listed && (core_->view ? core_->view->unchanged() : core_->unlogged->unchanged())) return;
+      moment_ =
+          core_->view ? Moment(in_file, manifest_, core_->view->applied(), core_->view->commit()) : Moment::settled(manifest_);
+      std::exception_ptr mixed;
+      try {
+        open_tables();
+      } catch (const MomentError&) {
+        mixed = std::current_exception();
+      }
+      // Log, manifest and tables' files were of one moment if nothing has begun or ended to be applied since the log was looked
+      // at, and no table was made or removed: one of the same name has other files.
+      const bool listed = Manifest::load(core_->path).revision == revision;
+      if (listed && (core_->view ? core_->view->unchanged() : core_->unlogged->unchanged())) {
+        if (mixed != nullptr) std::rethrow_exception(mixed);
+        return;
+      }
     }
     // The writer came in between. It begins and ends to apply commits a few times a second at most.
     if (attempt == kMostLooks) throw StaleError(fmt::format("store {} changes all the time", printable(core_->path)));
@@ -175,29 +195,61 @@ void Store::Impl::look(bool accept_unclean) {
   }
 }
 
-RecoveryPlan plan_recovery(const std::filesystem::path& store) {
+RecoveryPlan plan_recovery(const std::filesystem::path& store, const std::optional<bool> allow_adopted) {
+  return Store::Impl::plan_recovery(store, allow_adopted);
+}
+
+RecoveryPlan Store::Impl::plan_recovery(const std::filesystem::path& path, std::optional<bool> allow_adopted) {
+  Manifest::load(path);  // says what is wrong where this is no store
   RecoveryPlan plan;
-  ThreadPool io(1);
-  Manifest::load(store);  // says what is wrong where this is no store
-  plan.writer = WriterLock::is_taken(store / kWriterLockName).value_or(false);
-  check_own_file(store / kLogName);
-  const auto view = LogView::open(store / kLogName, io, {}, FileOps::system());
-  Manifest manifest = Manifest::load(store);  // after the log: commits go from there to here
+  plan.writer = WriterLock::is_taken(path / kWriterLockName).value_or(false);
+  StoreOptions options{.mode = StoreOptions::Mode::kRead, .threads = 1};
+  options.allow_adopted = allow_adopted;
+  StoreCore core(std::filesystem::absolute(path), options, FileOps::system());
+  check_own_file(path / kLogName);
+  bool damaged = false;
+  const auto view = open_log(core, /*accept_damage=*/true, damaged);
+  Manifest manifest = Manifest::load(path);  // after the log: commits go from there to here
+  const Manifest in_file = manifest;
   if (view) {
     view->check_store(manifest.store_id);
-    view->check_moment(manifest.commit);
-    if (!view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), store);
+    if (!view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), path);
+    if (view->lack().empty()) view->check_moment(in_file.commit);
     plan.log_bytes = view->bytes();
-    for (const auto& [name, entry] : manifest.tables) {
-      std::uint64_t pages = 0;
-      view->for_each(entry.id, [&](std::uint64_t, const LoggedVersion&) { ++pages; });
-      if (pages != 0) plan.pages.emplace(name, pages);
-    }
+    core.logged = view.get();
   }
   plan.commit = manifest.commit;
+  const auto count_pages = [&](std::uint32_t id) {
+    std::uint64_t pages = 0;
+    if (view) view->for_each(id, [&](std::uint64_t, const LoggedVersion&) { ++pages; });
+    return pages;
+  };
+  for (const auto& [name, entry] : manifest.tables)
+    if (const std::uint64_t pages = count_pages(entry.id); pages != 0) plan.pages.emplace(name, pages);
   if (plan.writer) return plan;
-  plan.log_gone = view && view->missing() ? missing_text(*view) : why_log_is_gone(store, manifest, FileOps::system());
-  plan.unclean = !plan.log_gone.empty() || UncommittedMark::present(store, manifest.commit);
+  plan.log_gone = view && !view->lack().empty() ? view->lack() : why_log_is_gone(path, manifest, FileOps::system());
+  plan.unclean = !plan.log_gone.empty() || UncommittedMark::present(path, manifest.commit);
+  core.unclean = plan.unclean;
+  const Moment moment =
+      view ? Moment(in_file, manifest, view->applied(), std::max(view->commit(), manifest.commit)) : Moment::settled(manifest);
+  for (const auto& [name, entry] : manifest.tables) {
+    try {
+      if (entry.adopted) check_adopted(core, name, entry);
+      const File data = open_data(core, name, entry, /*write=*/false);
+      const bool resized = view && view->find(entry.id, kHeaderPage);
+      check_header(read_npy_header(data), data.path(), Schema(entry.dim, entry.dtype, entry.optimizer), entry, resized);
+      check_length(data, entry);
+      const PageLedger ledger = open_ledger(core, name, entry);
+      check_moment(core, moment, name, entry, ledger.number());
+      if (entry.adopted) check_unchanged(core, name, entry, data, ledger);
+    } catch (const MomentError& error) {
+      if (plan.mixed.empty()) plan.mixed = error.what();
+      plan.unclean = true;
+    } catch (const Error& error) {
+      if (plan.pages.contains(name)) throw;  // nothing is opened then: its committed pages would be lost
+      plan.broken.emplace(name, error.what());
+    }
+  }
   return plan;
 }
 
@@ -213,20 +265,30 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     return manifest;
   }
   check_own_file(path);
-  const RedoLogOptions log_options{
-      .limit = core.log_limit,
-      .memory = core.most_log_memory(),
-      .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
-      .io = core.page_io,
-      .store = manifest.store_id,
-      .accept_cut = options.accept_unclean && !why_log_is_gone(core.path, manifest, core.ops).empty()};
+  const RedoLogOptions log_options{.limit = core.log_limit,
+                                   .memory = core.most_log_memory(),
+                                   .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
+                                   .io = core.page_io,
+                                   .store = manifest.store_id,
+                                   .accept_damage = options.accept_unclean};
   core.log = std::make_unique<RedoLog>(
       path, log_options, core.compute, core.io, core.ops, [&core](std::string_view text) { core.manifest_file.save_text(text); },
       manifest.commit);
   RedoLog& log = *core.log;
-  const Manifest before = manifest;
+  core.unclean = core.unclean || log.lacked();
+  const Manifest in_file = manifest;
   if (log.found()) manifest = newer_manifest(std::move(manifest), log.found()->manifest, core.path);
   core.history.load(manifest, log.found() ? commits_in_log(path, core.ops) : std::vector<CommitInfo>());
+  // Before anything is written, of all tables: those of which the log has nothing as well.
+  const Moment moment(in_file, manifest, log.applied(), manifest.commit);
+  for (const auto& [name, entry] : manifest.tables) {
+    std::optional<PageLedger::Number> number;
+    try {
+      number = PageLedger::read_number(File::open(core.path / (name + ".pages"), File::Mode::kRead, core.ops));
+    } catch (const Error&) {  // it is broken, which is told of below, or when it is asked for
+    }
+    if (number) check_moment(core, moment, name, entry, *number);
+  }
   // Pages go to the files before anything else looks at those: a resize may have been committed, and the files not have it yet.
   struct Recovered {
     Schema schema;
@@ -243,18 +305,15 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     if (entry.adopted) check_header(read_npy_header(data), data.path(), recovered->schema, entry, /*resized=*/false);
     PageLedger ledger = open_ledger(core, name, entry);
     ledger.forget_stamp();  // pages may have been applied since
-    // What was applied before the log's commits has to be there: it says nothing of that once those are applied, too.
-    const auto known = before.tables.find(name);
-    const bool applied = known != before.tables.end() && known->second.id == entry.id && known->second.changed <= log.applied();
-    check_moment(core, name, ledger, applied ? known->second.changed : 0, manifest.commit);
     recovered->file = std::make_unique<PageFile>(
         name, std::move(data), std::move(ledger), recovered->schema, entry.geometry, entry.init, entry.seed, core.compute,
-        core.io, [] {}, PageFileOptions{.io = core.page_io});
+        core.io, [] {}, PageFileOptions{.io = core.page_io, .skip_damaged = core.accept_unclean});
     log.attach(entry.id, *recovered->file);
     files.push_back(std::move(recovered));
   }
   for (const std::uint32_t removed : tables) log.detach(removed, /*forget=*/true);
   log.apply_all(options.recovery);
+  for (const auto& recovered : files) core.unclean = core.unclean || recovered->file->skipped();
   for (const auto& [name, entry] : manifest.tables) log.detach(entry.id, /*forget=*/false);
   if (manifest.log) {
     manifest.log = false;
@@ -271,19 +330,15 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
   return manifest;
 }
 
-void Store::Impl::check_moment(StoreCore& core, const std::string& name, const PageLedger& ledger, std::uint64_t least,
-                               std::uint64_t most) {
-  const auto commit = ledger.commit();
-  if (core.unclean || !commit || (*commit >= least && *commit <= most)) return;
-  if (core.accept_unclean) {
+void Store::Impl::check_moment(StoreCore& core, const Moment& moment, const std::string& name, const TableEntry& entry,
+                               const PageLedger::Number& number) {
+  if (core.unclean) return;
+  try {
+    moment.check(core.path, name, entry, number);
+  } catch (const MomentError&) {
+    if (!core.accept_unclean) throw;
     core.unclean = true;  // checksums are made anew
-    return;
   }
-  throw MomentError(fmt::format(
-      "{}: is of commit {}, and {}: it was brought back without the store's other files, or they without it. Bring all "
-      "of them back from one copy; accept_unclean, or 'embermap recover', takes the tables as they are",
-      printable(core.path / (name + ".pages")), *commit,
-      *commit < least ? fmt::format("commit {} changed the table", least) : fmt::format("the store is at commit {}", most)));
 }
 
 std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, const TableEntry& entry) const {
@@ -300,11 +355,7 @@ std::pair<File, PageLedger> Store::Impl::open_files(const std::string& name, con
   }
   if (!entry.adopted && write && data.size() > entry.geometry.file_bytes()) data.resize(entry.geometry.file_bytes());
   PageLedger ledger = open_ledger(*core_, name, entry);
-  // A reader's log may have what is not in the files yet, and its writer may have gone on since.
-  if (core_->writable)
-    check_moment(*core_, name, ledger, entry.changed, manifest_.commit);
-  else if (core_->logged == nullptr || core_->logged->empty())
-    check_moment(*core_, name, ledger, entry.changed, ~std::uint64_t{0});
+  check_moment(*core_, moment_, name, entry, ledger.number());
   const std::uint64_t pages = entry.geometry.pages();
   if (ledger.pages() > pages && core_->writable) ledger.resize(pages);  // a resize was interrupted
   if (entry.adopted) {

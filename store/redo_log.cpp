@@ -71,13 +71,13 @@ RedoLog::RedoLog(const std::filesystem::path& file, const RedoLogOptions& option
   store_ = header_.store;
   if (!header) set_header(header_);
   file_bytes_ = file_.size();
-  index_records();
-  check_log_moment(file_.path(), header_.applied, commit_, commit);
+  index_records(commit);
+  if (!lacked_ || commit < header_.applied) check_log_moment(file_.path(), header_.applied, commit_, commit);
 }
 
 RedoLog::~RedoLog() { stop(); }
 
-void RedoLog::index_records() {
+void RedoLog::index_records(std::uint64_t commit) {
   head_ = epoch_ = committed_ = header_.tail;
   commit_ = header_.applied;
   const std::uint64_t end = walk_log(file_, header_, [&](const LogRecord& record) {
@@ -98,14 +98,12 @@ void RedoLog::index_records() {
     }
     publish(record, 0);
   });
-  if (const auto lost = commit_behind(file_, header_, end))
-    throw FormatError(
-        file_.path(),
-        fmt::format("the record at byte {} is damaged, and commits up to {} lie behind it; the store would be at "
-                    "commit {}. Bring the file back from a copy; or move it away and open the store with accept_unclean "
-                    "('embermap recover') to go without them",
-                    end, *lost, commit_));
-  if (const auto missing = missing_commit(header_, read_log_mark(file_), commit_)) miss(*missing);
+  const std::optional<std::uint64_t> last = committed_ == header_.tail ? std::nullopt : std::optional(commit_);
+  const auto lack = what_log_lacks(file_, header_, read_log_mark(file_), {.position = end, .last_commit = last});
+  if (!lack.empty()) {
+    if (!options_.accept_damage) throw log_error(file_.path(), lack, std::max(commit_, commit));
+    accept_lack(commit);
+  }
   index_.forget_from(epoch_);
   head_ = epoch_;
   next_commit_ = commit_ + 1;
@@ -116,19 +114,13 @@ void RedoLog::index_records() {
   if (committed_ != header_.tail) found_ = Found{commit_, manifest_, index_.size(), committed_ - header_.tail};
 }
 
-void RedoLog::miss(std::uint64_t commit) {
-  if (!options_.accept_cut)
-    throw FormatError(file_.path(),
-                      fmt::format("had commit {}, and ends with commit {} at byte {}: it was cut or damaged. Bring the file back "
-                                  "from a copy; or move it away and open the store with accept_unclean ('embermap recover') to "
-                                  "go without what it had",
-                                  commit, commit_, committed_));
-  // Nothing says so any more, before commits of these numbers are made again.
-  erase_log_mark(file_);
-  LogHeader header = header_;
-  ++header.serial;
-  header.applying = commit_;
-  set_header(header);
+void RedoLog::accept_lack(std::uint64_t commit) {
+  // What tells of it on the disk stays until the log begins anew, and so do records behind the damage: a crash before that leaves
+  // what this opening found. There may be a manifest of a commit that is gone: its number is not used again.
+  lacked_ = tells_of_lack_ = true;
+  least_applied_ = std::max(commit_, commit);
+  if (committed_ != header_.tail) return;
+  header_.applying = header_.applied = commit_ = least_applied_;
 }
 
 std::uint64_t RedoLog::pages_of(std::uint32_t table) const {
@@ -518,7 +510,7 @@ bool RedoLog::apply_once(bool in_background, const Progress& progress) {
   check_targets(work->items);
   LogHeader header = header_;
   ++header.serial;
-  header.applying = work->commit;
+  header.applying = std::max(header.applying, work->commit);
   set_header(header);
   if (!apply_items(work->items, work->commit, in_background, progress)) return false;
   save_manifest_(work->manifest);
@@ -563,7 +555,8 @@ void RedoLog::forget_applied(const Applied& work) {
   LogHeader header = header_;
   ++header.serial;
   header.tail = work.end;
-  header.applied = work.commit;
+  header.applied = std::max(work.commit, least_applied_);
+  header.applying = std::max(header.applying, header.applied);
   set_header(header);
   {
     const std::lock_guard lock(mutex_);
@@ -599,10 +592,11 @@ void RedoLog::read_slice(LogTarget& target, std::span<const Item> items, Slice& 
     } else if (item.page == kHeaderPage) {
       std::vector<std::byte> bytes(kLogBlock);
       file_.read(item.position, bytes);
-      if (page_checksum(bytes) != item.checksum)
+      const bool whole = page_checksum(bytes) == item.checksum;
+      if (!whole && !options_.accept_damage)
         throw CorruptError(
             fmt::format("{}: the .npy header at byte {} does not match its checksum", printable(file_.path()), item.position));
-      target.apply_header(bytes);
+      if (whole) target.apply_header(bytes);  // else who opens the table makes it anew
     } else {
       std::byte* const slot = slice.memory.data() + slice.pages.size() * page_bytes;
       slice.pages.push_back({item.page, slot, item.checksum});
@@ -687,7 +681,8 @@ void RedoLog::begin_anew() {
     const std::lock_guard lock(mutex_);
     if (head_ != header.tail || !failure_.empty()) return;
   }
-  if (header.tail == kLogStart && file_bytes_ <= kLogStart) return;
+  if (header.tail == kLogStart && file_bytes_ <= kLogStart && !tells_of_lack_) return;
+  header.applying = header.applied;
   ++header.serial;
   ++header.id;
   header.tail = kLogStart;
@@ -705,6 +700,7 @@ void RedoLog::begin_anew() {
     }
     const std::lock_guard lock(mutex_);
     head_ = epoch_ = committed_ = kLogStart;
+    tells_of_lack_ = false;
   }
   try {
     file_.resize(kLogStart);

@@ -62,8 +62,8 @@ struct RedoLogOptions {
   std::uint64_t transfer_bytes = 4U << 20;  // memory of records under way, twice: appended and applied
   PageIoOptions io = {};
   StoreId store = {};  // whose log it is; not known: that of its header, or a new one
-  // Commits that something says it had are missed (FormatError), unless this is set: then those that there are count.
-  bool accept_cut = false;
+  // Commits that something says it had are missed (CorruptError), unless this is set: then those that there are count.
+  bool accept_damage = false;
 };
 
 // Thread safety: all members may be called from several threads; what must not run side by side is said at each.
@@ -96,13 +96,16 @@ class RedoLog final : public LoggedPages {
 
   // Opens the log of a store whose writer's lock is held, or makes it. Records of no commit are forgotten. `save_manifest` makes
   // the text of a commit the store's manifest, unless that is newer; `commit` is the store's last one, for a new log. `file`'s
-  // directory, `compute`, `io` and `ops` must outlive this. Throws FormatError (damaged, another store's), IoError.
+  // directory, `compute`, `io` and `ops` must outlive this. Throws CorruptError (damaged), FormatError (another store's, of
+  // another moment than `commit`), IoError.
   RedoLog(const std::filesystem::path& file, const RedoLogOptions& options, ThreadPool& compute, ThreadPool& io, FileOps& ops,
           std::function<void(std::string_view)> save_manifest, std::uint64_t commit);
   ~RedoLog() override;
 
   // nullopt if there was no commit that may not have been applied.
   const std::optional<Found>& found() const noexcept { return found_; }
+  // Whether it lacked commits that it had, which was accepted.
+  bool lacked() const noexcept { return lacked_; }
   std::uint64_t pages_of(std::uint32_t table) const;  // how many the log has of it
 
   std::uint64_t applied() const;           // the commit up to which the tables' files have all
@@ -200,8 +203,8 @@ class RedoLog final : public LoggedPages {
   }
   static std::uint64_t entry_bytes_for(const RedoLogOptions& options) noexcept;
   static File open_file(const std::filesystem::path& file, FileOps& ops, const LogHeader& first);
-  void index_records();
-  void miss(std::uint64_t commit);  // which is not there
+  void index_records(std::uint64_t commit);  // the store's last one, for what is told of a log that lacks some
+  void accept_lack(std::uint64_t commit);    // of commits that it had
   void write_record(std::uint64_t position, const AlignedBuffer& record, std::uint64_t bytes);
   void wait_for_room(std::uint64_t bytes);
   // With apply_mutex_ held. Throws IoError: with the log broken, or, where the disk is full, with all as before.
@@ -243,6 +246,8 @@ class RedoLog final : public LoggedPages {
   File file_;
   PageIo io_;
   std::optional<Found> found_;
+  bool lacked_ = false, tells_of_lack_ = false;  // the file still does
+  std::uint64_t least_applied_ = 0;              // where commits were lacking: the tables are taken for this one then
   StoreId store_;
 
   // Order of locks: apply_mutex_, append_mutex_, cut_, mutex_.

@@ -21,6 +21,7 @@
 #include "io/lock.hpp"
 #include "io/npy.hpp"
 #include "store/commit_history.hpp"
+#include "store/moment.hpp"
 #include "store/page_ledger.hpp"
 #include "store/table_impl.hpp"
 
@@ -140,7 +141,7 @@ class Snapshot {
     for (;;) {
       ++report_.rounds;
       if (source_.pause && report_.rounds > kRoundsBeforePause && !paused) paused.emplace(source_.pause());
-      std::optional<Moment> moment;
+      std::optional<Look> moment;
       try {
         moment = look();
         copy_all(*moment);
@@ -162,9 +163,10 @@ class Snapshot {
 
  private:
   // The store as it is when looked at.
-  struct Moment {
+  struct Look {
     std::unique_ptr<LogView> view;  // null: there is no log
     Manifest manifest;
+    Moment files = {};  // what its tables' files can be
   };
 
   std::filesystem::path at(std::string_view name) const { return destination_ / name; }
@@ -275,29 +277,32 @@ class Snapshot {
 
   // ---- the source ----
 
-  Moment look() const {
+  Look look() const {
     check_own_file(core_.path / kLogName);
-    Moment moment{LogView::open(core_.path / kLogName, core_.io, core_.page_io, core_.ops), Manifest::load(core_.path)};
-    if (moment.view) {
-      moment.view->check_store(moment.manifest.store_id);
-      moment.view->check_moment(moment.manifest.commit);
-    }
+    Look moment{LogView::open(core_.path / kLogName, core_.io, core_.page_io, core_.ops), Manifest::load(core_.path)};
+    const Manifest in_file = moment.manifest;
+    if (moment.view) moment.view->check_store(in_file.store_id);
     if (moment.view && !moment.view->manifest().empty()) {
       Manifest committed = Manifest::parse(moment.view->manifest(), core_.path / kLogName);
       if (committed.revision > moment.manifest.revision) moment.manifest = std::move(committed);
     }
+    if (moment.view && !moment.view->lack().empty())
+      throw log_error(core_.path / kLogName, moment.view->lack(), moment.manifest.commit);
+    if (moment.view) moment.view->check_moment(in_file.commit);
     if (UncommittedMark::present(core_.path, moment.manifest.commit))
       throw CorruptError(
           fmt::format("store {} has pages written after its last commit ({}): a writer without a redo log is at "
                       "work, or its session ended without commit",
                       printable(core_.path), moment.manifest.commit));
     if (moment.view && moment.manifest.commit > moment.view->commit()) throw stale();
+    moment.files = moment.view ? Moment(in_file, moment.manifest, moment.view->applied(), moment.view->commit())
+                               : Moment::settled(moment.manifest);
     return moment;
   }
 
   StaleError stale() const { return StaleError(fmt::format("store {} changes all the time", printable(core_.path))); }
 
-  bool has_changed(const Moment& moment) const noexcept {
+  bool has_changed(const Look& moment) const noexcept {
     try {
       return (moment.view && !moment.view->unchanged()) || Manifest::load(core_.path).revision != moment.manifest.revision;
     } catch (const std::exception&) {
@@ -306,7 +311,7 @@ class Snapshot {
   }
 
   // Throws StaleError unless files and log have been what they were at that moment until now.
-  void confirm(const Moment& moment) const {
+  void confirm(const Look& moment) const {
     if (moment.view) {
       moment.view->reading([] {});
     } else {
@@ -317,7 +322,7 @@ class Snapshot {
     }
   }
 
-  static void reading(const Moment& moment, const std::function<void()>& body) {
+  static void reading(const Look& moment, const std::function<void()>& body) {
     if (moment.view)
       moment.view->reading(body);
     else
@@ -326,7 +331,7 @@ class Snapshot {
 
   // ---- tables ----
 
-  void copy_all(const Moment& moment) {
+  void copy_all(const Look& moment) {
     at_destination([&] { begin_tables(moment.manifest); });
     report_.commit = {.number = moment.manifest.commit, .time = moment.manifest.time, .note = moment.manifest.note};
     report_.pages = 0;
@@ -353,7 +358,7 @@ class Snapshot {
     std::unique_ptr<PageIo> io = {};
   };
 
-  Source open_source(const Moment& moment, const std::string& name, const TableEntry& entry) const {
+  Source open_source(const Look& moment, const std::string& name, const TableEntry& entry) const {
     const std::filesystem::path data = entry.adopted ? *entry.adopted : core_.path / (name + ".npy");
     const std::filesystem::path pages = core_.path / (name + ".pages");
     if (entry.adopted)
@@ -378,6 +383,7 @@ class Snapshot {
     if (source.ledger.pages() < entry.geometry.pages())
       throw FormatError(
           pages, fmt::format("page file of {} pages, but the table has {}", source.ledger.pages(), entry.geometry.pages()));
+    if (core_.checks_pages) moment.files.check(core_.path, name, entry, source.ledger.number());
     if (moment.view)
       moment.view->for_each(entry.id, [&](std::uint64_t page, const LoggedVersion& version) {
         source.logged.emplace_back(page, version.checksum);
@@ -390,7 +396,7 @@ class Snapshot {
     return source;
   }
 
-  void copy_table(const Moment& moment, Source& source) {
+  void copy_table(const Look& moment, Source& source) {
     Copy copy = copy_of(source.name);
     Geometry geometry = source.entry.geometry;
     geometry.data_offset = kDataOffset;
@@ -410,7 +416,10 @@ class Snapshot {
         }
         throw;
       }
-      at_destination([&] { copy.settle(); });
+      at_destination([&] {
+        copy.ledger().set_commit(moment.manifest.commit);
+        copy.settle();
+      });
       if (copy.ledger().count_written() == pages) {
         report_.pages += pages;
         return;
@@ -425,7 +434,7 @@ class Snapshot {
   }
 
   // Returns how many pages of the source are written ones.
-  std::uint64_t copy_pages(const Moment& moment, Source& source, const Geometry& geometry, Copy& copy) {
+  std::uint64_t copy_pages(const Look& moment, Source& source, const Geometry& geometry, Copy& copy) {
     const std::uint64_t page_bytes = geometry.page_bytes();
     const std::uint64_t together = std::max<std::uint64_t>(1, core_.transfer_bytes() / page_bytes);
     const AlignedBuffer memory(
@@ -477,7 +486,7 @@ class Snapshot {
                                     printable(source.name), how));
   }
 
-  void copy_batch(const Moment& moment, Source& source, const Geometry& geometry, Copy& copy, std::span<const Wanted> batch,
+  void copy_batch(const Look& moment, Source& source, const Geometry& geometry, Copy& copy, std::span<const Wanted> batch,
                   std::byte* memory) {
     if (batch.empty()) return;
     const std::uint64_t page_bytes = geometry.page_bytes();
@@ -506,7 +515,7 @@ class Snapshot {
   }
 
   // Fills memory and checksums with the pages as they belong into an ordinary table's file.
-  void read_batch(const Moment& moment, Source& source, std::span<const Wanted> batch, std::byte* memory,
+  void read_batch(const Look& moment, Source& source, std::span<const Wanted> batch, std::byte* memory,
                   std::span<std::uint32_t> checksums) const {
     const Geometry& geometry = source.entry.geometry;
     const std::uint64_t page_bytes = geometry.page_bytes();
@@ -542,7 +551,7 @@ class Snapshot {
   // Makes the table's files share their blocks with those of the source, where the file system can: a moment, and no disk. Pages
   // that the log has are copied over them afterwards. The page file comes first: what it says of a page that is being applied
   // just then is forgotten, and all else stands still.
-  void clone(const Moment& moment, Source& source, const Geometry& geometry) {
+  void clone(const Look& moment, Source& source, const Geometry& geometry) {
     if (!clones_) return;
     const std::filesystem::path data_path = at(source.name + ".npy"), pages_path = at(source.name + ".pages");
     auto [data, pages] = at_destination([&] {
@@ -580,14 +589,14 @@ class Snapshot {
 
   // ---- the end ----
 
-  void finish(const Moment& moment) {
+  void finish(const Look& moment) {
     const std::vector<CommitInfo> commits = read_history(core_.path, moment.manifest, core_.ops);
     at_destination([&] {
       if (!commits.empty()) replace_file(at(kHistoryName), history_text(commits), core_.ops);
       Manifest manifest = moment.manifest;
       manifest.unfinished.clear();
       manifest.log = false;
-      for (auto& [name, entry] : manifest.tables) entry.changed = 0;  // nothing is applied here
+      for (auto& [name, entry] : manifest.tables) entry.settled = 0;  // all of it is
       manifest.store_id = StoreId::random();                          // a store of its own
       for (auto& [name, entry] : manifest.tables) {
         if (!entry.adopted) continue;

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/error.hpp"
 #include "base/size_text.hpp"
 #include "io/page_io.hpp"
 #include "io/rows.hpp"
@@ -124,6 +125,12 @@ struct SnapshotReport {
   unsigned rounds = 0;                               // how often the writer came in between, and one
 };
 
+// Files of one store that are of several moments: some were brought back, the others not.
+class MomentError : public CorruptError {
+ public:
+  using CorruptError::CorruptError;
+};
+
 // What opening a store for writing would do to it first.
 struct RecoveryPlan {
   bool writer = false;   // one is at work: what follows is its business
@@ -133,9 +140,13 @@ struct RecoveryPlan {
   std::uint64_t commit = 0;                    // that the store would be at
   std::uint64_t log_bytes = 0;                 // of commits in the log
   std::map<std::string, std::uint64_t> pages;  // that would go from the log to a table's file
+  // Files of several moments, of which some were brought back without the others: what opening says of them; empty: none are.
+  std::string mixed;
+  std::map<std::string, std::string> broken;  // tables that could not be opened, and why; the others could
 };
-// Changes nothing. Throws as Store::open.
-RecoveryPlan plan_recovery(const std::filesystem::path& store);
+// Looks at all that opening looks at, and changes nothing. Throws as Store::open, also where a table's file is missing or damaged
+// without which commits in the log would be lost. `allow_adopted`: as in StoreOptions.
+RecoveryPlan plan_recovery(const std::filesystem::path& store, std::optional<bool> allow_adopted = {});
 
 // Thread safety: members may be called from several threads. Destroying the last handle without close() loses what was not
 // committed: close() is the way to end a session that went well.

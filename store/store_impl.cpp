@@ -34,6 +34,19 @@ void delete_unless_forked(T* object, pid_t process) noexcept {
   if (getpid() == process) delete object;
 }
 
+// A log without a whole header is of no use to embermap; to somebody else its records may be.
+void put_damaged_log_aside(const std::filesystem::path& store, FileOps& ops) {
+  const std::filesystem::path log = store / kLogName, aside = store / kDamagedLogName;
+  if (!is_there(log)) return;
+  try {
+    (void)read_log_header(File::open(log, File::Mode::kRead, ops));
+    return;  // it was cut: what it still has counts
+  } catch (const CorruptError&) {
+  }
+  if (ops.rename(log.c_str(), aside.c_str()) != 0) throw IoError(errno, "rename", log);
+  sync_directory(store, ops);
+}
+
 // Creates the directory if it is free; true if this call made it.
 bool make_directory(const std::filesystem::path& path) {
   if (::mkdir(path.c_str(), 0777) == 0) return true;
@@ -116,7 +129,12 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
       manifest = Manifest::load(absolute);
     }
     const std::string log_lost = options.mode != Mode::kRead ? why_log_is_gone(absolute, manifest, ops) : std::string();
-    if (!log_lost.empty() && !options.accept_unclean) throw log_gone(absolute, manifest.commit, log_lost);
+    if (!log_lost.empty() && !options.accept_unclean) {
+      if (is_there(absolute / kLogName))
+        (void)read_log_header(File::open(absolute / kLogName, File::Mode::kRead, ops));  // says it
+      throw log_error(absolute / kLogName, log_lost, manifest.commit);
+    }
+    if (!log_lost.empty()) put_damaged_log_aside(absolute, ops);
     const bool unclean =
         !log_lost.empty() || (options.mode != Mode::kRead && UncommittedMark::present(absolute, manifest.commit));
     if (unclean && !options.accept_unclean) throw unclean_end(absolute, manifest.commit, "a session ended without commit");
@@ -139,6 +157,7 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
       impl->replace_manifest(std::move(numbered));
     }
     if (options.allow_adopted == true) impl->take_adopted();
+    impl->moment_ = Moment::settled(impl->manifest_);
     impl->open_tables();
     if (!impl->manifest_.unfinished.empty()) {
       impl->remove_unfinished();
@@ -330,8 +349,25 @@ std::vector<std::unique_lock<FairSharedMutex>> Store::Impl::stand_still() {
   return still;
 }
 
+void Store::Impl::note_settled(Manifest& manifest) const {
+  if (!core_->log) return;
+  const std::uint64_t settled = settled_commit();
+  for (auto& [name, entry] : manifest.tables) {
+    std::uint64_t known = 0;
+    if (const auto before = manifest_.tables.find(name); before != manifest_.tables.end() && before->second.id == entry.id)
+      known = before->second.changed <= settled ? before->second.changed : before->second.settled;
+    const auto table = tables_.find(name);
+    // The number of a commit that is just being applied may not be durable.
+    if (const auto commit = table == tables_.end() ? std::nullopt : table->second->page_file_commit();
+        commit && *commit <= settled)
+      known = std::max(known, *commit);
+    entry.settled = entry.changed <= known ? 0 : known;  // nothing is said twice
+  }
+}
+
 void Store::Impl::replace_manifest(Manifest manifest) {
   ++manifest.revision;
+  note_settled(manifest);
   core_->manifest_file.save(manifest);
   manifest_ = std::move(manifest);
 }
@@ -379,6 +415,7 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
   pending.manifest.commit = (core_->log ? manifest_.commit : core_->newest.load()) + 1;
   for (const auto& [name, table] : tables_)
     pending.manifest.tables.insert_or_assign(name, table->flush_and_sync(pending.manifest.commit));
+  note_settled(pending.manifest);
   ++pending.manifest.revision;
   pending.manifest.time = utc_now();
   pending.manifest.note = std::move(note);

@@ -9,18 +9,21 @@
 
 #include "io/lock.hpp"
 #include "store/manifest.hpp"
+#include "store/moment.hpp"
 #include "store/store.hpp"
 #include "store/store_core.hpp"
 #include "store/table_impl.hpp"
 
 namespace embermap {
 
-// What is missing of a redo log that has commits, as the manifest says; empty: nothing that a look at its length tells.
+// What is missing of a redo log that has commits, as the manifest says, or wrong with its headers; empty: nothing that a look at
+// these tells.
 std::string why_log_is_gone(const std::filesystem::path& store, const Manifest& manifest, FileOps& ops);
 
 class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
  public:
   static std::shared_ptr<Impl> open(const std::filesystem::path& path, const StoreOptions& options);
+  static RecoveryPlan plan_recovery(const std::filesystem::path& path, std::optional<bool> allow_adopted);
   std::uint64_t refresh();
   void checkpoint();
   LogStats log_stats() const;
@@ -57,15 +60,9 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   // Opens the tables of manifest_, or their files anew.
   void open_tables();
   static CorruptError unclean_end(const std::filesystem::path& store, std::uint64_t commit, std::string_view why);
-  static CorruptError log_gone(const std::filesystem::path& store, std::uint64_t commit, std::string_view why);
-  // A page file of another moment than the manifest.
-  class MomentError final : public CorruptError {
-   public:
-    using CorruptError::CorruptError;
-  };
-  // Throws it where the page file says that it is of a commit before `least` or after `most`, unless that is to be accepted.
-  static void check_moment(StoreCore& core, const std::string& name, const PageLedger& ledger, std::uint64_t least,
-                           std::uint64_t most);
+  // Moment::check(), unless what it finds is to be accepted: then the store counts as unclean.
+  static void check_moment(StoreCore& core, const Moment& moment, const std::string& name, const TableEntry& entry,
+                           const PageLedger::Number& number);
   // Has the manifest say so, or that it has none; durable.
   void note_log(bool has_commits);
   // Brings a reader to the last commit: log, manifest and files as they were at one moment.
@@ -97,6 +94,12 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   // Removes what is left of tables that were being created or removed; the manifest is yet to be saved.
   void remove_unfinished();
   static std::set<std::string, std::less<>> files_of(std::string_view name, bool adopted);
+  // Names of what an import may put beside a table.
+  static std::vector<std::string> names_beside(std::string_view table);
+  // The commit that the tables' files have, durably.
+  std::uint64_t settled_commit() const;
+  // Has the entries say what the tables' page files have, durably.
+  void note_settled(Manifest& manifest) const;
   Table complete(const std::string& name, const TableEntry& entry, NewFiles files);
   // Throws FormatError if the table's data is a file from elsewhere that this store may not open.
   static void check_adopted(const StoreCore& core, const std::string& name, const TableEntry& entry);
@@ -149,6 +152,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   mutable std::mutex mutex_;
   WriterLock lock_;
   Manifest manifest_;
+  Moment moment_;  // of the tables' files that are opened
   Tables tables_;
   std::map<std::string, std::exception_ptr, std::less<>> broken_;  // listed, but could not be opened; why
 };

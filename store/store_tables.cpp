@@ -62,6 +62,12 @@ Store::Impl::NewFiles Store::Impl::new_files(std::string_view name, const TableE
   return files;
 }
 
+std::uint64_t Store::Impl::settled_commit() const { return core_->log ? core_->log->applied() : manifest_.commit; }
+
+std::vector<std::string> Store::Impl::names_beside(std::string_view table) {
+  return {vocabulary_beside(table).native(), order_beside(table).native()};
+}
+
 std::set<std::string, std::less<>> Store::Impl::files_of(std::string_view name, bool adopted) {
   std::set<std::string, std::less<>> files{fmt::format("{}.pages", name)};
   if (!adopted) files.insert(fmt::format("{}.npy", name));
@@ -141,7 +147,7 @@ Table Store::Impl::create(std::string_view name, const TableOptions& options) {
   check_writable();
   const TableEntry entry = new_entry(name, options);
   NewFiles files = new_files(name, entry);
-  PageLedger::create(files.open_pages(), entry.geometry.pages(), /*adopted=*/false);
+  PageLedger::create(files.open_pages(), entry.geometry.pages(), /*adopted=*/false, settled_commit());
   return complete(std::string(name), entry, std::move(files));
 }
 
@@ -151,7 +157,9 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   ++manifest.next_id;
   manifest.tables.emplace(name, entry);
   for (const std::string& file : files_of(name, entry.adopted.has_value())) manifest.unfinished.erase(file);
+  for (const std::string& file : names_beside(name)) manifest.unfinished.erase(file);  // they are the new one's by now
   const auto shares = plan(*core_, manifest.tables);
+  moment_ = Moment::settled(manifest_);
   auto table = open_table(name, entry);
   apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
   table->set_share(shares.at(name));
@@ -190,8 +198,9 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   check_imported_state(schema, reader.rows(), state);
   check_free_space(core_->path, data_path(name), geometry.file_bytes());  // all of it will be written
   NewFiles files = new_files(name, entry);
-  PageFile file(std::string(name), files.open_data(), PageLedger::create(files.open_pages(), geometry.pages(), /*adopted=*/false),
-                schema, geometry, entry.init, entry.seed, core_->compute, core_->io, [] {}, {.io = core_->page_io});
+  PageFile file(std::string(name), files.open_data(),
+                PageLedger::create(files.open_pages(), geometry.pages(), /*adopted=*/false, settled_commit()), schema, geometry,
+                entry.init, entry.seed, core_->compute, core_->io, [] {}, {.io = core_->page_io});
 
   const std::uint64_t source_row = options.dim * item_size(reader.dtype());
   const std::uint64_t weight = schema.fields()[0].bytes;
@@ -298,7 +307,8 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
   entry.adopted_writable = writable && ::access(path.c_str(), W_OK) == 0;
   check_budget(name, entry);
   TemporaryFile pages = TemporaryFile::create(pages_path(name), /*overwrite=*/false, core_->ops);
-  PageLedger::create(File::open(pages.file().path(), File::Mode::kReadWrite, core_->ops), entry.geometry.pages(), true)
+  PageLedger::create(File::open(pages.file().path(), File::Mode::kReadWrite, core_->ops), entry.geometry.pages(), true,
+                     settled_commit())
       .set_stamp(stamp);
   announce(name, /*adopted=*/true);
   try {
@@ -328,6 +338,9 @@ void Store::Impl::remove(std::string_view name) {
   // Out of the manifest first: a crash in between leaves files that are to be removed, not a table without files.
   Manifest manifest = manifest_;
   manifest.unfinished.merge(files_of(name, adopted));
+  // What an import has put beside it. NAME.order.npy may be a table's own file, of one called NAME.order.
+  for (const std::string& file : names_beside(name))
+    if (is_there(core_->path / file)) manifest.unfinished.insert(file);
   manifest.tables.erase(listed->first);
   replace_manifest(std::move(manifest));
   if (const auto found = tables_.find(name); found != tables_.end()) {
@@ -335,11 +348,6 @@ void Store::Impl::remove(std::string_view name) {
     tables_.erase(found);
   }
   if (const auto found = broken_.find(name); found != broken_.end()) broken_.erase(found);
-  // What an import has put beside it. NAME.order.npy may be a table's own file, of one called NAME.order.
-  std::vector<std::filesystem::path> beside{vocabulary_beside(core_->path / name)};
-  if (!manifest_.tables.contains(fmt::format("{}.order", name))) beside.push_back(order_beside(core_->path / name));
-  for (const std::filesystem::path& file : beside)
-    if (core_->ops.unlink(file.c_str()) != 0 && errno != ENOENT) throw IoError(errno, "unlink", file);
   remove_unfinished();
   replace_manifest(manifest_);
   apply(plan(*core_, manifest_.tables));

@@ -561,6 +561,8 @@ TableEntry TableImpl::flush_and_sync(std::uint64_t commit) {
 
 bool TableImpl::ahead() const { return file_->ahead(); }
 
+std::optional<std::uint64_t> TableImpl::page_file_commit() const { return file_ ? file_->ledger().commit() : std::nullopt; }
+
 void TableImpl::mark_committed() {
   if (changing_ != 0) entry_.changed = std::exchange(changing_, 0);
   entry_changed_ = false;

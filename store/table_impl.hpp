@@ -97,7 +97,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // For commit number `commit`.
   TableEntry flush_and_sync(std::uint64_t commit);  // dirty pages to the file, the file to the disk; the entry to record
   void mark_committed();
-  bool ahead() const;  // the files are not those of the last commit
+  bool ahead() const;                                     // the files are not those of the last commit
+  std::optional<std::uint64_t> page_file_commit() const;  // as PageLedger::commit(); may be called at any time
   // Weights of the rows [first, end of the table), none of which is in memory, as after grow(); their state is initial.
   void fill(std::uint64_t first, std::span<const std::byte> weights);
   // More rows, in the files and in entry(). Everything is committed; without a log UNCOMMITTED is set. After a failure the table

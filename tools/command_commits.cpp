@@ -26,11 +26,12 @@ Json commits_json(const std::vector<CommitInfo>& commits) {
 }
 
 std::string commits_text(const std::vector<CommitInfo>& commits) {
-  if (commits.empty()) return "no commit is known\n";
+  if (commits.empty()) return fmt::format("{}\n", kNoCommit);
   const std::size_t width = grouped(commits.back().number).size();
   std::string text;
   for (const CommitInfo& commit : commits) {
-    text += fmt::format("{:>{}}  {}", grouped(commit.number), width, printable(commit.time));
+    text +=
+        fmt::format("{:>{}}  {}", grouped(commit.number), width, commit.time.empty() ? "time not known" : printable(commit.time));
     if (!commit.note.empty()) text += "  " + printable(commit.note);
     text += "\n";
   }

@@ -81,33 +81,45 @@ int materialize(const Arguments& arguments, const Common& common) {
 
 // What opening the store for writing would do, without doing it.
 int plan(const std::filesystem::path& store, const Common& common) {
-  const RecoveryPlan plan = plan_recovery(store);
-  Json pages = Json::object();
+  const RecoveryPlan plan = plan_recovery(store, store_options(common, StoreOptions::Mode::kReadWrite).allow_adopted);
+  Json pages = Json::object(), broken = Json::object();
   std::string text;
   for (const auto& [name, count] : plan.pages) {
     pages[name] = count;
     text += fmt::format("  {}: {} pages from the log\n", printable(name), grouped(count));
   }
+  const bool nothing = text.empty();
+  for (const auto& [name, why] : plan.broken) {
+    broken[json_text(name)] = json_text(why);
+    text += fmt::format("  {} cannot be opened: {}\n", printable(name), why);
+  }
+  const auto text_or_null = [](const std::string& why) { return why.empty() ? Json(nullptr) : Json(json_text(why)); };
   if (common.json) {
     print_json({{"path", json_text(store.native())},
                 {"writer", plan.writer},
                 {"unclean", plan.unclean},
-                {"log_gone", plan.log_gone.empty() ? Json(nullptr) : Json(json_text(plan.log_gone))},
+                {"log_gone", text_or_null(plan.log_gone)},
+                {"mixed", text_or_null(plan.mixed)},
                 {"commit", plan.commit},
                 {"log_bytes", plan.log_bytes},
-                {"pages", std::move(pages)}});
+                {"pages", std::move(pages)},
+                {"broken", std::move(broken)}});
   } else if (!common.quiet) {
     const std::string what =
-        plan.writer              ? "a writer is at work; nothing to recover"
-        : !plan.log_gone.empty() ? fmt::format(
-                                       "the redo log is gone, which had later commits: {}. Bring {} back from a copy to "
-                                       "have them; 'embermap recover' without --dry-run takes the tables as they are, "
-                                       "which may mix rows of several commits",
-                                       plan.log_gone, printable(store / "redo.log"))
+        plan.writer ? "a writer is at work; nothing to recover"
+        : !plan.log_gone.empty()
+            ? fmt::format(
+                  "the redo log is gone or damaged, which had later commits: {}. Bring {} back from a copy to "
+                  "have them; 'embermap recover' without --dry-run takes the tables as they are, "
+                  "which may mix rows of several commits",
+                  plan.log_gone, printable(store / "redo.log"))
+        : !plan.mixed.empty()
+            ? fmt::format("files of several moments: {}. Without --dry-run they are taken as they are", plan.mixed)
         : plan.unclean ? "a session without log ended without commit: tables would be taken as they are"
-        : text.empty() ? "nothing to recover"
+        : nothing      ? "nothing to recover"
                        : fmt::format("{} of commits in the log would go to the tables", format_size(plan.log_bytes));
-    print(fmt::format("{}: at commit {}; {}\n{}", printable(store), plan.commit, what, text));
+    const std::string commit = plan.commit == 0 ? "before its first commit" : fmt::format("at commit {}", plan.commit);
+    print(fmt::format("{}: {}; {}\n{}", printable(store), commit, what, text));
   }
   return kDone;
 }

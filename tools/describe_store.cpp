@@ -118,6 +118,8 @@ Opened open_within(const std::filesystem::path& path, StoreOptions options) {
   options.threads = 1;
   try {
     return {Store::open(path, options), false};
+  } catch (const MomentError&) {  // who looks at what was brought back must see it
+    throw;
   } catch (const CorruptError&) {  // the tables may mix commits: no reason not to describe them
     options.accept_unclean = true;
     return {Store::open(path, options), true};
@@ -157,7 +159,8 @@ std::string writer_text(const Json& writer) {
 
 void add_store_facts(Facts& facts, const Json& d) {
   const std::string time = d["time"].is_null() ? "" : ", " + printable(d["time"].get<std::string>());
-  facts.add("commit", grouped(d["commit"].get<std::uint64_t>()) + time);
+  const auto commit = d["commit"].get<std::uint64_t>();
+  facts.add("commit", (commit == 0 ? std::string(kNoCommit) : grouped(commit)) + time);
   if (!d["note"].is_null()) facts.add("note", printable(d["note"].dump()));
   facts.add("writer", writer_text(d["writer"]));
   if (d["unclean"].get<bool>())

@@ -17,6 +17,8 @@ Json describe_store(const std::filesystem::path& path, const StoreOptions& optio
 // {"kind": "table", "name", "rows", ...} with the same facts about the store.
 Json describe_table(const std::filesystem::path& store, const std::string& name, const StoreOptions& options);
 
+// What is said of the commits of a store that has none.
+inline constexpr std::string_view kNoCommit = "none yet";
 // Store::commits(), opened as above.
 std::vector<CommitInfo> commits_of(const std::filesystem::path& store, const StoreOptions& options);
 

@@ -1357,7 +1357,9 @@ TEST_F(StoreTest, DamageInTheMiddleOfTheLogIsNotTakenForItsEnd) {
   std::string bad = good;
   bad[8192 + 4] ^= 1;  // of the first record
   write_text(path() / "redo.log", bad);
-  EXPECT_THAT(message_of<FormatError>([&] { open(); }), HasSubstr("record at byte 8192 is damaged, and commits up to"));
+  EXPECT_THAT(message_of<CorruptError>([&] { open(); }), HasSubstr("record at byte 8192 is damaged, and commits up to"));
+  EXPECT_EQ(message_of<CorruptError>([&] { open(1U << 30, StoreOptions::Mode::kRead); }),
+            message_of<CorruptError>([&] { open(); }));
   write_text(path() / "redo.log", good);
   EXPECT_EQ(gather(open().table("t"), {0})[0], 4.0F);
 }
@@ -1534,9 +1536,9 @@ TEST_F(StoreTest, ALastCommitWhoseRecordIsDamagedIsNoCommitThatWasUnderWay) {
     const File file = File::open(log, File::Mode::kReadWrite);
     file.write(read_log_mark(file).value().end - 4096 + 100, std::string_view("?"));
   }
-  EXPECT_THAT(message_of<FormatError>([&] { open(); }),
-              AllOf(HasSubstr("had commit 2, and ends with commit 1"), HasSubstr("cut or damaged")));
-  EXPECT_THAT(message_of<CorruptError>([&] { open(1 << 20, StoreOptions::Mode::kRead); }), HasSubstr("had commit 2"));
+  const std::string why = message_of<CorruptError>([&] { open(); });
+  EXPECT_THAT(why, AllOf(HasSubstr("had commit 2, and ends with commit 1"), HasSubstr("cut or damaged")));
+  EXPECT_EQ(message_of<CorruptError>([&] { open(1 << 20, StoreOptions::Mode::kRead); }), why);
   EXPECT_THAT(plan_recovery(path()).log_gone, HasSubstr("had commit 2"));
 }
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def test_commits_are_listed_with_time_and_note(cli: Embermap, tmp_path: Path) -> None:
     path = tmp_path / "s"
     with em.open(path) as store:
-        assert cli.ok("commits", path).out == "no commit is known\n"
+        assert cli.ok("commits", path).out == "none yet\n"
         store.commit(note={"step": 10, "tag": "a\nb"})
         store.commit(note={})
         expected = [
