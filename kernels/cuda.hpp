@@ -155,8 +155,12 @@ class CudaEngine {
   // in, and a bad id is thrown by the first call that has to wait for the device to have sorted them: keys(), write_back, assign,
   // add, step, moved(), and fetch where threads move rows or the slab is not registered. Nothing has then been written. fetch and
   // write_back take `first_page` 0, no frames and a source that is whole.
+  // `tells`: check() is going to be called.
   virtual std::unique_ptr<CudaBatch> begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                                                 std::uint64_t rows_per_page, const std::string& table, CudaStream stream) = 0;
+                                                 std::uint64_t rows_per_page, const std::string& table, CudaStream stream,
+                                                 bool tells = false) = 0;
+  // Waits until the device has looked at the ids of such a batch, which it does before it sorts them. Throws RowIdError.
+  virtual void check(CudaBatch& batch) = 0;
   // The distinct ids of such a batch on the host, ascending; waits until the device has sorted them. Valid as long as the batch.
   virtual HostKeys keys(CudaBatch& batch) = 0;
 
@@ -227,7 +231,8 @@ class CudaEngine {
                                                         std::span<const std::shared_ptr<CudaFlight>> readers,
                                                         const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                         CudaStream stream) = 0;
-  // What fetch or gather have enqueued for the batch, as a flight. `behind` is what patch() or gather() was given.
+  // What fetch or gather have enqueued for the batch, as a flight. `behind` is what patch() or gather() was given. Its pages()
+  // are those of gather(), and of a batch after check().
   virtual std::shared_ptr<CudaFlight> depart(std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& behind,
                                              CudaStream stream) = 0;
 

@@ -399,8 +399,7 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
   measure_movers(engine, count, 0, bytes);
   {
     const auto lock = side_by_side();
-    WholePages* const pages = resident();
-    if (pages != nullptr && pinned_.registered()) {
+    if (resident() != nullptr && pinned_.registered()) {
       WorkingSet kept;
       kept.state_ = std::make_shared<WorkingSet::State>();
       const FrameSource source = frame_source(hot());
@@ -408,10 +407,9 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
       const std::shared_ptr<CudaFlight> newer = behind();
       begin_flight(engine, stream, [&] {
         std::shared_ptr<CudaBatch> batch =
-            engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream);
+            engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream, true);
         engine.fetch(*batch, source, 0, {}, 0, bytes, core_->movers(), stream);
-        (void)engine.keys(*batch);  // throws for a bad id: `out` has not been touched
-        pages->count_hits(engine.pages_used(*batch));
+        engine.check(*batch);  // throws for a bad id: `out` has not been touched
         if (newer) engine.patch(*batch, newer, stream);
         engine.expand(*batch, weight.bytes, out, stream);
         *kept.state_ = {.batch = batch,

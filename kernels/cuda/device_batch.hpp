@@ -53,11 +53,13 @@ class DeviceBatch final : public CudaBatch {
   std::uint64_t rows = 0;
   std::string table;
   StagingPool::Lease ids_on_host;
+  StagingPool::Lease bad_on_host;    // of begin_batch(): the position of a bad id, until check()
   StagingPool::Lease pages_on_host;  // of gather(): how many there are
   StagingPool::Lease keys_on_host;   // of a whole table: with the header before them
   const void* host_keys = nullptr;   // distinct ids, ascending; once settled
   bool settled = false;              // they are there
   bool uncounted = false;            // a kernel moved all rows, not counted in `moved`
+  bool uncounted_pages = false;      // nobody has asked for the pages yet
   Moved moved;
   EventPool::Lease began;        // when its first rows were enqueued
   std::uint64_t claimed_at = 0;  // in `memory`: where the kernel counts

@@ -136,7 +136,8 @@ std::unique_ptr<DeviceBatch> Engine::new_batch(const std::int64_t* ids, std::uin
 }
 
 std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                                               std::uint64_t rows_per_page, const std::string& table, CudaStream stream) {
+                                               std::uint64_t rows_per_page, const std::string& table, CudaStream stream,
+                                               bool tells) {
   const ProfileRange range("embermap: sort ids");
   const ScopedDevice current(device_);
   refuse_capture(native(stream), "begin_batch");
@@ -147,8 +148,14 @@ std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uin
   batch->rows = rows;
   batch->table = table;
   batch->began = shared_->events.record(batch->stream);
+  const auto tell = [&] {
+    batch->bad_on_host = staging_.acquire(sizeof(std::uint64_t), batch->stream);
+    EMBERMAP_CUDA(cudaMemcpyAsync(batch->bad_on_host.data(), &batch->header->bad_position, sizeof(std::uint64_t),
+                                  cudaMemcpyDeviceToHost, batch->stream));
+    batch->bad_on_host.mark();
+  };
   group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, batch->header, nullptr, pool_,
-            batch->stream);
+            batch->stream, tells ? std::function<void()>(tell) : nullptr);
   send_keys(*batch, count);
   return batch;
 }
@@ -235,6 +242,19 @@ void Engine::reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes
   DeviceBatch& mine = own(batch, stream, "reserve");
   if (mine.whole && mine.count == 0) return;
   need_rows(mine, offset, bytes, "reserve");
+}
+
+void Engine::check(CudaBatch& batch) {
+  auto& mine = dynamic_cast<DeviceBatch&>(batch);
+  if (mine.count == 0) return;
+  if (!mine.bad_on_host) return settle(mine);
+  mine.bad_on_host.wait();
+  std::uint64_t bad = 0;
+  std::memcpy(&bad, mine.bad_on_host.data(), sizeof bad);
+  mine.bad_on_host.settled();
+  mine.bad_on_host = {};
+  mine.uncounted_pages = true;
+  if (bad != kNoBadId) throw bad_id(mine, bad);
 }
 
 HostKeys Engine::keys(CudaBatch& batch) {

@@ -43,10 +43,12 @@ class Engine final : public CudaEngine {
   std::unique_ptr<CudaBatch> make_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                         std::uint64_t rows_per_page, const std::string& table, CudaStream stream) override;
   std::unique_ptr<CudaBatch> begin_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                                         std::uint64_t rows_per_page, const std::string& table, CudaStream stream) override;
+                                         std::uint64_t rows_per_page, const std::string& table, CudaStream stream,
+                                         bool tells) override;
   void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
              std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
              const std::function<void()>& meanwhile) override;
+  void check(CudaBatch& batch) override;
   HostKeys keys(CudaBatch& batch) override;
   std::uint64_t pages_used(const CudaBatch& batch) const override;
   void write_back_last(CudaBatch& batch, const FrameSource& source, std::uint64_t offset, std::uint64_t bytes,

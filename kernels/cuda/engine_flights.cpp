@@ -64,7 +64,7 @@ CudaEngine::Ahead Engine::fetch_ahead(const std::int64_t* ids, std::uint64_t cou
   const EventPool::Lease here = shared_->events.record(native(stream));
   EMBERMAP_CUDA(cudaStreamWaitEvent(own, here.get(), 0));
   try {
-    std::shared_ptr<CudaBatch> batch = begin_batch(ids, count, rows, source.rows_per_page, table, CudaStream{own});
+    std::shared_ptr<CudaBatch> batch = begin_batch(ids, count, rows, source.rows_per_page, table, CudaStream{own}, false);
     auto& mine = static_cast<DeviceBatch&>(*batch);
     check_source(mine, source, 0, 0, 0, bytes, "fetch_ahead");
     need_rows(mine, 0, bytes, "fetch_ahead");
@@ -75,6 +75,7 @@ CudaEngine::Ahead Engine::fetch_ahead(const std::int64_t* ids, std::uint64_t cou
     EventPool::Lease end = shared_->events.record(own);
     auto flight =
         std::make_shared<Flight>(shared_, std::static_pointer_cast<DeviceBatch>(batch), std::move(mine.began), std::move(end));
+    flight->moved_.batches = 1;
     flight->behind = behind;
     flight->uncounted = true;
     return {std::move(batch), std::move(flight)};
@@ -152,10 +153,7 @@ std::shared_ptr<CudaFlight> Engine::depart(std::shared_ptr<CudaBatch> batch, con
   DeviceBatch& mine = own(*batch, stream, "depart");
   if (!mine.began) mine.began = shared_->events.record(mine.stream);  // of a batch that has departed before
   EventPool::Lease end = shared_->events.record(mine.stream);
-  if (std::exchange(mine.uncounted, false)) {
-    settle(mine);
-    count_moved(mine, mine.distinct, mine.distinct);
-  }
+  const bool uncounted = std::exchange(mine.uncounted, false);
   EventPool::Lease began = std::move(mine.began);
   StagingPool::Lease pages = std::move(mine.pages_on_host);
   mine.lane = {};              // for the next batch, of whichever table
@@ -166,6 +164,8 @@ std::shared_ptr<CudaFlight> Engine::depart(std::shared_ptr<CudaBatch> batch, con
                                          std::move(end));
   flight->moved_ = moved;
   flight->pages_on_host = std::move(pages);
+  flight->uncounted = uncounted;
+  flight->counts_pages = std::exchange(mine.uncounted_pages, false);
   flight->behind = behind;
   return flight;
 }

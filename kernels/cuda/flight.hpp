@@ -66,9 +66,7 @@ class Flight final : public CudaFlight {
     }
     Moved out = moved_;
     if (uncounted) {
-      GroupHeader counts{};
-      std::memcpy(&counts, batch_->keys_on_host.data(), sizeof counts);
-      out.batches += 1;
+      const GroupHeader counts = header();
       out.kernel_rows += counts.movable;
       out.bytes += counts.movable * batch_->bytes;
     }
@@ -77,6 +75,7 @@ class Flight final : public CudaFlight {
   }
   std::uint64_t pages() override {
     wait();
+    if (counts_pages) return header().pages;
     std::uint64_t pages = 0;
     if (pages_on_host) std::memcpy(&pages, pages_on_host.data(), sizeof pages);
     return pages;
@@ -86,6 +85,11 @@ class Flight final : public CudaFlight {
   cudaEvent_t end() const noexcept { return end_.get(); }
 
  private:
+  GroupHeader header() const {
+    GroupHeader counts{};
+    std::memcpy(&counts, batch_->keys_on_host.data(), sizeof counts);
+    return counts;
+  }
   // The last use of what the batch has is over, whatever has become of the stream that it was made with.
   void settle() noexcept {
     if (batch_.use_count() != 1) return;  // a working set that somebody keeps
@@ -108,7 +112,8 @@ class Flight final : public CudaFlight {
   Moved moved_;
   std::shared_ptr<CudaFlight> behind;  // is read until this one has landed
   StagingPool::Lease pages_on_host;
-  bool uncounted = false;  // of fetch_ahead(): how many rows it moved is in the batch's header
+  bool uncounted = false;     // how many rows a kernel moved is in the batch's header
+  bool counts_pages = false;  // and how many pages they lie on
 };
 
 class ArrivingIds final : public CudaIds {

@@ -24,12 +24,14 @@ constexpr int kFewestItems = 1;
 
 template <class Key>
 void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
-                const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream) {
+                const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream,
+                const std::function<void()>& looked) {
   const device::PageOf page_of{rows_per_page, std::has_single_bit(rows_per_page) ? std::countr_zero(rows_per_page) : -1};
   const int key_bits = std::clamp(static_cast<int>(std::bit_width(rows - (rows != 0))), 1, static_cast<int>(sizeof(Key) * 8));
 
   const auto few = [&](auto* kernel, const char* name) {
     launch(name, kernel, 1, kFewThreads, stream, ids, count, rows, key_bits, page_of, groups, header, entries);
+    if (looked) looked();
   };
   if (count <= kFewThreads * kFewestItems) return few(device::group_few<Key, kFewThreads, kFewestItems>, "group_few");
   if (count <= kFewThreads * kFewItems) return few(device::group_few<Key, kFewThreads, kFewItems>, "group_few");
@@ -65,6 +67,7 @@ void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows
   const std::uint64_t blocks = grid(count, kThreads, kBlocksPerMultiprocessor);
   launch("load_ids", device::load_ids<Key>, blocks, kThreads, stream, ids, count, rows, keys.Current(), positions.Current(),
          reinterpret_cast<unsigned long long*>(&header->bad_position));
+  if (looked) looked();
   // The sort is stable: positions ascend within a group.
   EMBERMAP_CUDA(cub::DeviceRadixSort::SortPairs(temporary, sort_bytes, keys, positions, count, 0, key_bits, stream));
   EMBERMAP_CUDA(cub::DeviceScan::InclusiveSum(temporary, scan_bytes, flags(keys.Current()), counts, count, stream));
@@ -75,11 +78,12 @@ void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows
 }  // namespace
 
 void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
-               const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream) {
+               const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream,
+               const std::function<void()>& looked) {
   if (!wide_keys(rows))
-    group_keys<std::uint32_t>(ids, count, rows, rows_per_page, groups, header, entries, pool, stream);
+    group_keys<std::uint32_t>(ids, count, rows, rows_per_page, groups, header, entries, pool, stream, looked);
   else
-    group_keys<std::uint64_t>(ids, count, rows, rows_per_page, groups, header, entries, pool, stream);
+    group_keys<std::uint64_t>(ids, count, rows, rows_per_page, groups, header, entries, pool, stream, looked);
 }
 
 void count_pages(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, std::uint64_t rows_per_page,

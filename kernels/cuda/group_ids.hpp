@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <functional>
 
 #include "kernels/cuda/memory.hpp"
 
@@ -36,9 +37,11 @@ struct PageEntry {
 inline constexpr std::uint64_t kNoBadId = ~std::uint64_t{0};
 
 // Fills `groups`, `header` and `entries` (device memory, as `ids`); entries has room for min(count, pages of the table), at
-// least 1, or is null. Preconditions: count > 0, 0 < rows_per_page <= 2^32. Enqueues.
+// least 1, or is null. `looked` is called when what finds bad_position has been enqueued, which is before the sort of many ids.
+// Preconditions: count > 0, 0 < rows_per_page <= 2^32. Enqueues.
 void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
-               const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream);
+               const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream,
+               const std::function<void()>& looked = {});
 
 // *pages += how many distinct pages the good ones among the ids lie on. `bits`: one for each page of the table, all 0, and used
 // up. Enqueues.
