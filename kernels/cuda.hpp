@@ -232,7 +232,7 @@ class CudaEngine {
                                                         const std::shared_ptr<CudaFlight>& behind, ThreadPool& pool,
                                                         CudaStream stream) = 0;
   // What fetch or gather have enqueued for the batch, as a flight. `behind` is what patch() or gather() was given. Its pages()
-  // are those of gather(), and of a batch after check().
+  // are those of gather(), and of a batch that `tells`.
   virtual std::shared_ptr<CudaFlight> depart(std::shared_ptr<CudaBatch> batch, const std::shared_ptr<CudaFlight>& behind,
                                              CudaStream stream) = 0;
 

@@ -597,7 +597,9 @@ void bind_table(nb::module_& m) {
       .def("cancel", &Prefetch::cancel, Release())
       .def("wait", &wait_for, "timeout"_a.none())
       .def("done", &Prefetch::done, Release());
-  nb::class_<WorkingSet>(m, "WorkingSet").def("__bool__", [](const WorkingSet& set) { return static_cast<bool>(set); });
+  nb::class_<WorkingSet>(m, "WorkingSet")
+      .def("__bool__", [](const WorkingSet& set) { return static_cast<bool>(set); })
+      .def("check", &WorkingSet::check, Release());
   nb::class_<Table>(m, "Table")
       .def_prop_ro("name", [](const Table& t) { return std::string(t.name()); })
       .def_prop_ro("file", &Table::file, Release())
@@ -716,11 +718,12 @@ void bind_table(nb::module_& m) {
           "working_set"_a, "count"_a, "grads"_a, "grad_dtype"_a, "stream"_a, Release())
       .def(
           "gather_working_set",
-          [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t out, std::uintptr_t stream) {
+          [](Table& t, int device, std::uintptr_t ids, std::uint64_t count, std::uintptr_t out, std::uintptr_t stream,
+             bool check_later) {
             return t.gather_working_set(device, pointer<const std::int64_t>(ids), count, pointer<std::byte>(out),
-                                        {pointer<void>(stream)});
+                                        {pointer<void>(stream)}, check_later);
           },
-          "device"_a, "ids"_a, "count"_a, "out"_a, "stream"_a, Release())
+          "device"_a, "ids"_a, "count"_a, "out"_a, "stream"_a, "check_later"_a = false, Release())
       .def(
           "read",
           [](Table& t, std::uint64_t first, std::uint64_t count, const WritableBytes& out, std::string_view field) {

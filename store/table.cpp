@@ -70,9 +70,9 @@ bool Table::update_kept(const WorkingSet& from, std::uint64_t count, const std::
                         std::optional<double> lr) {
   return impl_->update_kept(from, count, grads, grad_dtype, stream, lr);
 }
-WorkingSet Table::gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
-                                     CudaStream stream) {
-  return impl_->gather_working_set(device, ids, count, out, stream);
+WorkingSet Table::gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream,
+                                     bool check_later) {
+  return impl_->gather_working_set(device, ids, count, out, stream, check_later);
 }
 
 void Table::read(std::uint64_t first, std::uint64_t count, std::span<std::byte> out, std::string_view field) {

@@ -142,6 +142,8 @@ class WorkingSet {
  public:
   WorkingSet() = default;
   explicit operator bool() const noexcept { return state_ != nullptr; }
+  // Waits until the ids are known to be good. Throws RowIdError: the rows that were gathered for them are then undefined.
+  void check() const;
 
  private:
   friend class TableImpl;
@@ -221,8 +223,10 @@ class Table {
               CudaStream stream, std::optional<double> lr = {}, const WorkingSet* from = nullptr);
   // gather() of the weights for rows that will be updated: where all of the table is in memory, keeps what it has fetched. An
   // update with the same ids in the same order, on the same stream, then takes it `from` there, sorts and fetches nothing, and
-  // gives the same bits; where rows have changed since then it does all anew.
-  WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
+  // gives the same bits; where rows have changed since then it does all anew. `check_later`: it does not wait to hear of a bad
+  // id; check() of what it returns does, and until then `out` may be anything.
+  WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream,
+                                bool check_later = false);
   // prefetch() of ids on a device: they are copied to the host when `stream` has come to here, and nobody waits for that but the
   // thread that reads. Bad ids are not refused: nothing is read then.
   Prefetch prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);

@@ -38,6 +38,11 @@ struct WorkingSet::State {
   std::vector<std::shared_ptr<CudaFlight>> newer = {};
 };
 
+void WorkingSet::check() const {
+  if (!state_ || !state_->batch) return;
+  if (const std::shared_ptr<const TableImpl> table = state_->table.lock()) table->check(*state_->batch, state_->device);
+}
+
 FrameSource TableImpl::frame_source(HotPages& pages) const {
   return {.slab = pages.slab().data(),
           .registered = pinned_.registered(),
@@ -385,7 +390,7 @@ void TableImpl::begin_flight(CudaEngine& engine, CudaStream stream, const std::f
 }
 
 WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out,
-                                         CudaStream stream) {
+                                         CudaStream stream, bool check_later) {
   const ProfileRange range("embermap: gather");
   const Field& weight = schema_.fields()[0];
   const std::uint64_t bytes = schema_.record_bytes();
@@ -409,7 +414,7 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
         std::shared_ptr<CudaBatch> batch =
             engine.begin_batch(ids, count, entry_.geometry.rows, entry_.geometry.rows_per_page, name_, stream, true);
         engine.fetch(*batch, source, 0, {}, 0, bytes, core_->movers(), stream);
-        engine.check(*batch);  // throws for a bad id: `out` has not been touched
+        if (!check_later) engine.check(*batch);  // `out` has not been touched
         if (newer) engine.patch(*batch, newer, stream);
         engine.expand(*batch, weight.bytes, out, stream);
         *kept.state_ = {.batch = batch,
@@ -426,6 +431,8 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
   }
   return plain();
 }
+
+void TableImpl::check(CudaBatch& batch, int device) const { core_->engine(device).check(batch); }
 
 Prefetch TableImpl::prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
   if (count == 0) return prefetch({});

@@ -66,7 +66,9 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
                      CudaStream stream, std::optional<double> lr);
   bool update_kept(const WorkingSet& from, std::uint64_t count, const std::byte* grads, DType grad_dtype, CudaStream stream,
                    std::optional<double> lr);
-  WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream);
+  WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream,
+                                bool check_later);
+  void check(CudaBatch& batch, int device) const;  // of gather_working_set(): throws RowIdError
   Prefetch prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
   WorkingSet prefetch_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
   bool gather_prefetched(WorkingSet& ahead, std::uint64_t count, std::byte* out, CudaStream stream);

@@ -148,6 +148,7 @@ std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uin
   batch->rows = rows;
   batch->table = table;
   batch->began = shared_->events.record(batch->stream);
+  batch->uncounted_pages = tells;
   const auto tell = [&] {
     batch->bad_on_host = staging_.acquire(sizeof(std::uint64_t), batch->stream);
     EMBERMAP_CUDA(cudaMemcpyAsync(batch->bad_on_host.data(), &batch->header->bad_position, sizeof(std::uint64_t),
@@ -155,7 +156,7 @@ std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uin
     batch->bad_on_host.mark();
   };
   group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, batch->header, nullptr, pool_,
-            batch->stream, tells ? std::function<void()>(tell) : nullptr);
+            batch->stream, tells ? std::function<void()>(tell) : std::function<void()>());
   send_keys(*batch, count);
   return batch;
 }
@@ -253,7 +254,6 @@ void Engine::check(CudaBatch& batch) {
   std::memcpy(&bad, mine.bad_on_host.data(), sizeof bad);
   mine.bad_on_host.settled();
   mine.bad_on_host = {};
-  mine.uncounted_pages = true;
   if (bad != kNoBadId) throw bad_id(mine, bad);
 }
 

@@ -76,7 +76,8 @@ void Engine::measure(const FrameSource& whole, std::uint64_t rows, const std::ve
     const DeviceBuffer on_device(pool_, some.size() * sizeof(std::int64_t), native(stream));
     EMBERMAP_CUDA(cudaMemcpyAsync(on_device.data(), some.data(), some.size() * sizeof(std::int64_t), cudaMemcpyHostToDevice,
                                   native(stream)));
-    batches.push_back(begin_batch(on_device.at<std::int64_t>(0), some.size(), rows, whole.rows_per_page, "calibration", stream, false));
+    batches.push_back(
+        begin_batch(on_device.at<std::int64_t>(0), some.size(), rows, whole.rows_per_page, "calibration", stream, false));
     auto& mine = static_cast<DeviceBatch&>(*batches.back());
     check_source(mine, whole, 0, 0, offset, bytes, "calibrate");
     settle(mine);

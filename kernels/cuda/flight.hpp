@@ -75,7 +75,10 @@ class Flight final : public CudaFlight {
   }
   std::uint64_t pages() override {
     wait();
-    if (counts_pages) return header().pages;
+    if (counts_pages) {
+      const GroupHeader counts = header();
+      return counts.bad_position == kNoBadId ? counts.pages : 0;
+    }
     std::uint64_t pages = 0;
     if (pages_on_host) std::memcpy(&pages, pages_on_host.data(), sizeof pages);
     return pages;

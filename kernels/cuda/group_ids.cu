@@ -31,10 +31,10 @@ void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows
 
   const auto few = [&](auto* kernel, const char* name) {
     launch(name, kernel, 1, kFewThreads, stream, ids, count, rows, key_bits, page_of, groups, header, entries);
-    if (looked) looked();
   };
+  static_assert(kOneBlock == kFewThreads * kFewItems);
   if (count <= kFewThreads * kFewestItems) return few(device::group_few<Key, kFewThreads, kFewestItems>, "group_few");
-  if (count <= kFewThreads * kFewItems) return few(device::group_few<Key, kFewThreads, kFewItems>, "group_few");
+  if (count <= kOneBlock) return few(device::group_few<Key, kFewThreads, kFewItems>, "group_few");
 
   Layout layout;
   const std::uint64_t keys_at[2] = {layout.add(count, sizeof(Key)), layout.add(count, sizeof(Key))};

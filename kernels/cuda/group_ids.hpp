@@ -35,10 +35,11 @@ struct PageEntry {
   std::uint64_t first;
 };
 inline constexpr std::uint64_t kNoBadId = ~std::uint64_t{0};
+inline constexpr std::uint32_t kOneBlock = 2048;  // ids
 
 // Fills `groups`, `header` and `entries` (device memory, as `ids`); entries has room for min(count, pages of the table), at
-// least 1, or is null. `looked` is called when what finds bad_position has been enqueued, which is before the sort of many ids.
-// Preconditions: count > 0, 0 < rows_per_page <= 2^32. Enqueues.
+// least 1, or is null. `looked` is called before the sort, when what finds bad_position has been enqueued; not for kOneBlock ids
+// or fewer, of which one kernel does all. Preconditions: count > 0, 0 < rows_per_page <= 2^32. Enqueues.
 void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
                const IdGroups& groups, GroupHeader* header, PageEntry* entries, const MemoryPool& pool, cudaStream_t stream,
                const std::function<void()>& looked = {});

@@ -101,6 +101,7 @@ def test_suites_have_what_the_goals_need(gpu: Any) -> None:
         "beside-to/131072/uniform/512B/8GiB/16t",
         "overlap/131072/uniform/512B/8GiB/16t",
         "training/lit2vec2/16t",
+        "training/research2vec2/16t",
     ):
         assert name in names
 
@@ -122,7 +123,7 @@ def test_patterns_choose_from_every_combination(gpu: Any) -> None:
     assert case.rows * case.row_bytes == 24 * GIB
     assert len(gpu.choose(axes, None, ["to/*/*/*/*/*"])) == 4 * 3 * 5 * 5 * 5
     both = gpu.choose(axes, ["training"], ["to/1024/uniform/512B/1GiB/16t"])
-    assert [case.op for case in both] == ["to", "training"]
+    assert [case.op for case in both] == ["to", "training", "training"]
     with pytest.raises(gpu.BenchError, match="no suite 'x'.*pools"):
         gpu.choose(axes, ["x"], None)
     with pytest.raises(gpu.BenchError, match="no case is called 'to/7'"):
@@ -486,24 +487,50 @@ def test_an_update_that_is_lost_is_found(gpu: Any, movers: Any, host: Any, tmp_p
 # --- the training step ----------------------------------------------------------------------------
 
 
-def test_all_ways_take_the_same_training_step(training: Any, host: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["lit2vec2", "research2vec2"])
+def test_all_ways_take_the_same_training_step(
+    training: Any, host: Any, tmp_path: Path, name: str
+) -> None:
+    shape = training.QUICK[name]
+    assert shape.adagrad == training.SHAPES[name].adagrad
     assert [step.name for step in training.STEPS] == [
         "embermap",
         "SpeedTorch's way",
         "table in GPU memory",
     ]
     for kind in training.STEPS:
-        step = kind(host, tmp_path, training.QUICK, 2)
+        step = kind(host, tmp_path, shape, 2)
         step.check()
-        times = step.run([training.batch_of(training.QUICK, host, n) for n in range(2)])
-        assert len(times) == 2
+        for loop in kind.loops:
+            times = step.run([training.batch_of(shape, host, n) for n in range(2)], loop)
+            assert len(times) == 2
         step.close()
+
+
+def test_a_loop_that_prefetches_takes_the_same_steps(
+    training: Any, host: Any, tmp_path: Path
+) -> None:
+    shape = training.QUICK["lit2vec2"]
+    batches = [training.batch_of(shape, host, n) for n in range(4)]
+    ids = torch.unique(torch.cat([batch.contexts.reshape(-1) for batch in batches]))
+    found = []
+    for loop in training.LOOPS:
+        step = training.EmbermapStep(host, tmp_path, shape, 2)
+        asked: list[Any] = []
+        prefetch = step.prefetch
+        step.prefetch = lambda batch, to=prefetch, asked=asked: (asked.append(batch), to(batch))
+        step.run(batches, loop)
+        assert asked == (batches[1:] if loop else [])
+        found.append(step.look(1, ids))
+        step.close()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_a_wrong_training_step_is_found(
     training: Any, host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = training.SpeedTorchStep(host, tmp_path, training.QUICK, 2)
+    step = training.SpeedTorchStep(host, tmp_path, training.QUICK["lit2vec2"], 2)
     right = training.adagrad
     calls = []
 
@@ -518,7 +545,7 @@ def test_a_wrong_training_step_is_found(
 
 
 def test_the_ids_of_a_training_step(training: Any, host: Any) -> None:
-    shape = training.LIT2VEC2
+    shape = training.SHAPES["lit2vec2"]
     batch = training.batch_of(shape, host, 0)
     assert batch.targets.shape == (128,)
     assert batch.contexts.shape == (128, 132)
@@ -527,7 +554,10 @@ def test_the_ids_of_a_training_step(training: Any, host: Any) -> None:
     assert 9_000 < len(torch.unique(batch.contexts)) < 10_500  # log-uniform: many come twice
     again = training.batch_of(shape, host, 0)
     assert torch.equal(again.contexts, batch.contexts)
-    distinct = training.distinct_batch(training.QUICK, host)
+    even = training.batch_of(training.SHAPES["research2vec2"], host, 0)
+    assert even.contexts.shape == (512, 136)
+    assert 69_000 < len(torch.unique(even.contexts)) < 69_632
+    distinct = training.distinct_batch(training.QUICK["lit2vec2"], host)
     assert len(torch.unique(distinct.contexts)) == distinct.contexts.numel()
 
 
@@ -566,15 +596,17 @@ def test_a_small_run_writes_its_results_and_leaves_nothing(tmp_path: Path) -> No
     assert by_case["to/1000/uniform/512B/4MiB/2t"] == set(WAYS)
     assert by_case["from/1000/uniform/512B/4MiB/2t"] == set(WAYS)
     assert by_case["overlap/1000/uniform/512B/4MiB/2t"] == {"embermap"}
-    assert by_case["training/lit2vec2/2t"] == {
-        "embermap",
-        "SpeedTorch's way",
-        "table in GPU memory",
-    }
+    for shape in ("lit2vec2", "research2vec2"):
+        assert by_case[f"training/{shape}/2t"] == {
+            "embermap",
+            "embermap, next batch prefetched",
+            "SpeedTorch's way",
+            "table in GPU memory",
+        }
     with lines.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == len(found["cases"])
-    assert {row["way"] for row in rows} == set(WAYS)
+    assert {row["way"] for row in rows} == {*WAYS, "embermap, next batch prefetched"}
     own = next(row for row in rows if row["way"] == "embermap" and row["op"] == "from")
     assert float(own["limit_ratio"]) > 0
     assert own["error"] == ""

@@ -60,6 +60,8 @@ GPU_TABLE_MOST = 100 * GIB
 RESERVE = 4 * GIB  # of host memory that is left alone
 LOOK_BYTES = 256 * MIB  # rows compared at a time
 
+TRAINING = ("lit2vec2", "research2vec2")  # names of training.SHAPES
+
 LEAST_BATCHES, LEAST_CALLS = 12, 3
 
 
@@ -72,7 +74,7 @@ class Case:
 
     op: str  # to, from, beside-to, beside-from, overlap, training
     ids: int  # in a batch
-    order: str  # uniform, sorted, zipf:1.05
+    order: str  # uniform, sorted, zipf:1.05; of training the name of its shape
     row_bytes: int
     pool: int  # bytes of all rows
     threads: int
@@ -81,7 +83,7 @@ class Case:
     def name(self) -> str:
         """As `--cases` matches it."""
         if self.op == "training":
-            return f"training/lit2vec2/{self.threads}t"
+            return f"training/{self.order}/{self.threads}t"
         return (
             f"{self.op}/{self.ids}/{self.order}/{self.row_bytes}B/{size_text(self.pool)}"
             f"/{self.threads}t"
@@ -96,6 +98,11 @@ class Case:
     def rows(self) -> int:
         """Rows of the table."""
         return self.pool // self.row_bytes
+
+
+def training_case(shape: str, threads: int) -> Case:
+    """A training step of a real user's shape."""
+    return Case("training", 0, shape, 0, 0, threads)
 
 
 def size_text(size: int) -> str:
@@ -165,7 +172,7 @@ def suites(axes: Axes) -> dict[str, list[Case]]:
         "fixed": [c for pool in axes.pools[:2] for c in both(ids=least, pool=pool)],
         "beside": [special("beside-to"), special("beside-from")],
         "overlap": [special("overlap")],
-        "training": [Case("training", 0, "", 0, 0, axes.most_threads)],
+        "training": [training_case(shape, axes.most_threads) for shape in TRAINING],
     }
 
 
@@ -179,7 +186,8 @@ def product(axes: Axes) -> Iterator[Case]:
                         for op in ("to", "from", "beside-to", "beside-from", "overlap"):
                             yield Case(op, count, order, size, pool, threads)
     for threads in axes.threads:
-        yield Case("training", 0, "", 0, 0, threads)
+        for shape in TRAINING:
+            yield training_case(shape, threads)
 
 
 def choose(axes: Axes, names: Sequence[str] | None, patterns: Sequence[str] | None) -> list[Case]:
@@ -202,8 +210,8 @@ def choose(axes: Axes, names: Sequence[str] | None, patterns: Sequence[str] | No
         found.update(dict.fromkeys(matched))
 
     def place(case: Case) -> tuple[int, ...]:
-        order = ORDERS.index(case.order) if case.order else 0
         last = case.op == "training"
+        order = (TRAINING if last else ORDERS).index(case.order)
         return (last, case.pool, case.row_bytes, -case.threads, case.ids, order)
 
     return sorted(found, key=place)
@@ -841,8 +849,9 @@ def run_all(
             results.note("the time was over: cases are missing")
             break
         if mine[0].op == "training":
-            print(f"Training step, {threads} threads", flush=True)
-            run_training(settings, results, mine[0])
+            print(f"Training steps, {threads} threads", flush=True)
+            for case in mine:
+                run_training(settings, results, case)
         else:
             print(
                 f"{mine[0].rows:,} rows of {size} B: {size_text(pool)}, {threads} threads",
@@ -862,7 +871,7 @@ def run_training(settings: Settings, results: Results, case: Case) -> None:
     from rivals import training
 
     torch.set_num_threads(case.threads)
-    shape = training.QUICK if settings.quick else training.LIT2VEC2
+    shape = (training.QUICK if settings.quick else training.SHAPES)[case.order]
     steps = 5 if settings.quick else 30
     ways: dict[str, training.Step] = {}
     found: dict[str, Rounds] = {}
@@ -870,7 +879,8 @@ def run_training(settings: Settings, results: Results, case: Case) -> None:
     def lose(name: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         results.add(entry_of(case, name, error=text))
-        found.pop(name, None)
+        for loop in training.LOOPS:
+            found.pop(name + loop, None)
         way = ways.pop(name, None)
         if way is not None:
             way.close()
@@ -888,16 +898,17 @@ def run_training(settings: Settings, results: Results, case: Case) -> None:
             try:
                 ways[kind.name] = kind(settings.device, settings.folder, shape, case.threads)
                 ways[kind.name].check()
-                found[kind.name] = Rounds()
+                found.update({kind.name + loop: Rounds() for loop in kind.loops})
             except Exception as error:
                 lose(kind.name, error)
         batches = [training.batch_of(shape, settings.device, n) for n in range(steps)]
         for number in range(settings.rounds + 1):
-            for name in list(found):
+            for name, way in list(ways.items()):
                 try:
-                    times = ways[name].run(batches)
-                    if number > 0:  # the first one is warming up
-                        found[name].add(times, [1 / t for t in times])
+                    for loop in way.loops:
+                        times = way.run(batches, loop)
+                        if number > 0:  # the first one is warming up
+                            found[name + loop].add(times, [1 / t for t in times])
                 except Exception as error:
                     lose(name, error)
         for entry in entries_of(case, found, 0.0):

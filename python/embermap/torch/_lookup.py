@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ._alone import is_alone
+
 
 class Source(Protocol):
     """What the rows come from: a module over a table."""
@@ -26,8 +28,11 @@ class Source(Protocol):
 
     def _fetch(self, ids: Tensor, lead: int) -> Tensor: ...
     def _fetch_for_update(self, ids: Tensor, lead: int) -> tuple[Tensor, Any]: ...
-    def _collect(self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None) -> None: ...
+    def _collect(
+        self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None, alone: bool = False
+    ) -> None: ...
     def _watch(self) -> None: ...
+    def _zero(self, anchor: Tensor) -> Tensor: ...
 
 
 def raw_stream(tensor: Tensor) -> int:
@@ -40,7 +45,10 @@ def raw_stream(tensor: Tensor) -> int:
 
 @dataclasses.dataclass
 class _Batch:
-    """The gradient of one look-up: row i of `grads`, (n, dim), belongs to the row `ids[i]`."""
+    """The gradient of one look-up: row i of `grads` belongs to the row `ids[i]`.
+
+    Both may have the shape that the look-up had: (..., dim) and (...).
+    """
 
     ids: Tensor
     grads: Tensor
@@ -95,10 +103,15 @@ class Pending:
             batches = list(self._batches)
         if not batches:
             return None
-        return joined([(batch.ids, batch.grads) for batch in batches])
+        return joined(
+            [
+                (batch.ids.reshape(-1), batch.grads.reshape(-1, batch.grads.shape[-1]))
+                for batch in batches
+            ]
+        )
 
     def kept(self, anchor: Tensor) -> tuple[Any, Tensor] | None:
-        """What a single look-up has for the update, and its gradients, (n, dim) in C order.
+        """What a single look-up has for the update, and its gradients, (..., dim) in C order.
 
         None where there are several, or none, or the current stream is not theirs. It is good for
         one update: a second call finds nothing.
@@ -128,6 +141,8 @@ class Pending:
         return anchor.grad is None or (mark is not None and mark.grad is None)
 
     def drop(self) -> None:
+        if not self._batches and not self._arriving:
+            return
         with self._lock:
             self._batches.clear()
             self._arriving.clear()
@@ -192,25 +207,35 @@ class Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, source: Source, lead: int) -> Tensor:
-        rows, ctx.fetched = source._fetch_for_update(ids, lead)
+        rows, fetched = source._fetch_for_update(ids, lead)
+        ctx.fetched = fetched
         ctx.origin = (source, anchor, lead)
         # A copy: between here and the optimizer's step the caller may refill the buffer it gave.
         ctx.save_for_backward(
             ids.clone() if ids.dtype is torch.int64 else ids.to(torch.int64, copy=True)
         )
         ctx.set_materialize_grads(False)
+        if fetched is not None:
+            fetched.check()  # the device has looked at the ids meanwhile
         return rows
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        if grad is None:
-            return None, None, None, None
-        (ids,) = ctx.saved_tensors
-        source, anchor, lead = ctx.origin
-        source._collect(ids.reshape(-1), grad, lead, ctx.fetched)
-        ctx.fetched = None
-        return torch.zeros_like(anchor.detach()), None, None, None
+        # As once_differentiable does it, which takes longer than all that is below.
+        return _again(ctx, grad) if torch.is_grad_enabled() else _collected(ctx, grad)
+
+
+def _collected(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    if grad is None:
+        return None, None, None, None
+    (ids,) = ctx.saved_tensors
+    source, anchor, lead = ctx.origin
+    source._collect(ids, grad, lead, ctx.fetched, is_alone(grad))
+    ctx.fetched = None
+    return source._zero(anchor), None, None, None
+
+
+_again = once_differentiable(_collected)
 
 
 class SmallLookup(torch.autograd.Function):
@@ -225,13 +250,19 @@ class SmallLookup(torch.autograd.Function):
         return torch.from_numpy(rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        if grad is None:
-            return None, None, None, None
-        source, anchor, ids = ctx.origin
-        source._collect(torch.from_numpy(ids), grad, 0)
-        return torch.zeros_like(anchor.detach()), None, None, None
+        return _again_small(ctx, grad) if torch.is_grad_enabled() else _collected_small(ctx, grad)
+
+
+def _collected_small(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    if grad is None:
+        return None, None, None, None
+    source, anchor, ids = ctx.origin
+    source._collect(torch.from_numpy(ids), grad, 0)
+    return source._zero(anchor), None, None, None
+
+
+_again_small = once_differentiable(_collected_small)
 
 
 # --- torch.compile --------------------------------------------------------------------------------

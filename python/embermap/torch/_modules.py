@@ -69,6 +69,7 @@ class TableModule(nn.Module):
         self._watched: weakref.ref[Tensor] | None = None  # the anchor that tells of its gradient
         self._single = True  # the last step was of one look-up
         self._ahead = Ahead()
+        self._no_gradient: Tensor | None = None
         self._handle = register(self)
 
     # --- what it is -------------------------------------------------------------------------------
@@ -143,7 +144,9 @@ class TableModule(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait. Both values of `set_to_none` do the same."""
         self._pending.drop()
-        self.anchor.grad = None
+        anchor = self._parameters["anchor"]
+        if anchor is not None and anchor.grad is not None:
+            anchor.grad = None
 
     def _gradients(self) -> tuple[Tensor, Tensor] | None:
         """Ids (n,) and gradients (n, dim) of all backward passes since they were dropped last."""
@@ -157,7 +160,7 @@ class TableModule(nn.Module):
         """Update the table from what a look-up kept; False, and nothing done, if rows changed."""
         self._single = True
         return self.table._live.update_kept(
-            kept, grads.shape[0], grads.data_ptr(), self.table._dtype, raw_stream(grads)
+            kept, grads.numel() // self._dim, grads.data_ptr(), self.table._dtype, raw_stream(grads)
         )
 
     def _forget_kept(self, shared: bool) -> None:
@@ -234,6 +237,8 @@ class TableModule(nn.Module):
     def _fetch_for_update(self, ids: Tensor, lead: int) -> tuple[Tensor, Any]:
         """`_fetch`, and what an update of just these ids can take from it.
 
+        The rows are not to be used before its check(), which throws for a bad id.
+
         It is the records of the batch, weight and state, so it is not asked for where steps are of
         several look-ups, or leave some ids out: those are fetched once more.
         """
@@ -247,23 +252,27 @@ class TableModule(nn.Module):
                 kept = self._ahead.take(table._live, ids, rows)
                 if kept is None:
                     kept = table._live.gather_working_set(
-                        place, ids.data_ptr(), ids.numel(), rows.data_ptr(), raw_stream(ids)
+                        place, ids.data_ptr(), ids.numel(), rows.data_ptr(), raw_stream(ids), True
                     )
                 return rows, kept if kept else None
             return table._gather_for_update(ids)
         rows = torch.zeros((lead + ids.numel(), self._dim), dtype=self._dtype, device=ids.device)
         return rows, self.table._gather_for_update(ids.reshape(-1), rows[lead:])[1]
 
-    def _collect(self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None) -> None:
-        """From within a backward pass: keep the gradient of the rows that `_fetch` gave."""
-        dense = grad if grad.layout == torch.strided else grad.to_dense()
-        grads = dense.reshape(-1, self._dim)
-        if lead:
-            grads = grads[lead:]
+    def _collect(
+        self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None, alone: bool = False
+    ) -> None:
+        """From within a backward pass: keep the gradient of the rows that `_fetch` gave.
+
+        `alone`: nobody else has it, so that it may stay where it is.
+        """
+        grads = grad if grad.layout is torch.strided else grad.to_dense()
+        if lead or self.padding_idx is not None or self.scale_grad_by_freq:
+            ids, grads = ids.reshape(-1), grads.reshape(-1, self._dim)[lead:]
         if self.padding_idx is not None:
             kept = ids != self.padding_idx
             ids, grads = ids[kept], grads[kept]
-        else:
+        elif not alone or not grads.is_contiguous():
             # A copy: the caller's own tensor, a retained gradient or another parameter's may lie
             # in the same memory.
             grads = grads.clone(memory_format=torch.contiguous_format)
@@ -271,6 +280,19 @@ class TableModule(nn.Module):
             _, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
             grads /= counts[inverse].unsqueeze(1)
         self._pending.append(self.anchor, ids, grads, fetched)
+
+    def _zero(self, anchor: Tensor) -> Tensor:
+        """The anchor's gradient, which is always zero: the same memory as long as that is so."""
+        zero = self._no_gradient
+        # Gradients that are added up, clipped or scaled are written to.
+        if (
+            zero is None
+            or zero._version != 0
+            or zero.dtype is not anchor.dtype
+            or zero.device != anchor.device
+        ):
+            zero = self._no_gradient = torch.zeros_like(anchor.detach())
+        return zero.detach()
 
     def _watch(self) -> None:
         """Have the anchor tell of its gradient; it is another one after some kinds of loading."""
@@ -291,7 +313,7 @@ class TableModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies begin without gradients, as those of parameters do, and watch their own anchor.
-        own = ("_pending", "_watched", "_handle", "_ahead")
+        own = ("_pending", "_watched", "_handle", "_ahead", "_no_gradient")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
