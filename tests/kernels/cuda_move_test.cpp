@@ -688,6 +688,25 @@ TEST_F(CudaMove, BadIdsAreNamedByTheFirstPositionAndNothingIsTouched) {
             (void)engine->gather(device.data(), count, kRows, "items", table.source(true), 0, 64, out.data(), pool, stream);
           });
           refused([&] { (void)engine->keys(*engine->begin_batch(device.data(), count, kRows, 8, "items", stream)); });
+          for (const bool tells : {false, true})
+            refused([&] { engine->check(*engine->begin_batch(device.data(), count, kRows, 8, "items", stream, tells)); });
+          {
+            // Who does not ask hears of it later, and what was enqueued behind has moved nothing.
+            std::shared_ptr<CudaBatch> batch = engine->begin_batch(device.data(), count, kRows, 8, "items", stream, true);
+            bool heard = false;  // where threads move rows they have to know
+            try {
+              engine->fetch(*batch, table.source(true), 0, {}, 0, 64, pool, stream);
+            } catch (const RowIdError&) {
+              heard = true;
+            }
+            if (!heard) {
+              const auto flight = engine->depart(batch, nullptr, stream);
+              EXPECT_EQ(flight->moved().bytes, 0U);
+              EXPECT_EQ(flight->pages(), 0U);
+            }
+            refused([&] { engine->check(*batch); });
+            refused([&] { (void)engine->keys(*batch); });
+          }
           refused([&] {
             const auto batch = engine->begin_batch(device.data(), count, kRows, 8, "items", stream);
             engine->write_back_last(*batch, table.source(true), 0, 64, out.data(), pool, stream,
@@ -703,6 +722,21 @@ TEST_F(CudaMove, BadIdsAreNamedByTheFirstPositionAndNothingIsTouched) {
         }
       check_gather(table, content, good, good_device, {.offset = 0, .bytes = 64}, pool);
       if (HasFatalFailure()) return;
+      std::unordered_set<std::int64_t> pages;
+      for (const std::int64_t id : good) pages.insert(id / 8);
+      for (const bool tells : {false, true}) {
+        std::shared_ptr<CudaBatch> batch = engine->begin_batch(good_device.data(), count, kRows, 8, "items", stream, tells);
+        engine->fetch(*batch, table.source(true), 0, {}, 0, 64, pool, stream);
+        engine->check(*batch);
+        const auto flight = engine->depart(batch, nullptr, stream);
+        const Moved moved = flight->moved();
+        EXPECT_EQ(moved.batches, 1U);
+        EXPECT_EQ(moved.kernel_rows + moved.thread_rows, count);
+        EXPECT_EQ(moved.bytes, count * 64);
+        EXPECT_EQ(flight->pages(), tells ? pages.size() : 0U);
+        engine->check(*batch);  // again
+        EXPECT_EQ(engine->keys(*batch).count, count);
+      }
     }
   });
   EXPECT_EQ(first_difference(table.content(), content), -1);

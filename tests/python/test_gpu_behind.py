@@ -157,6 +157,32 @@ def test_bad_ids_change_nothing(twins):
     assert gpu.step == 0
 
 
+@pytest.mark.parametrize("count", [10, 2_049, 30_000])
+def test_bad_ids_of_a_module_are_told_at_the_call(twins, count):
+    gpu, host = twins
+    before = gpu[:]
+    embedding = em.torch.Embedding(gpu)
+    optimizer = em.torch.Optimizer([embedding])
+    for bad in (-1, ROWS, 2**40):
+        ids = torch.arange(count, device="cuda")
+        ids[count // 2] = bad
+        with pytest.raises(em.RowIdError, match=f"{bad} at position {count // 2}"):
+            embedding(ids)
+        with pytest.raises(IndexError):
+            embedding(ids.view(-1, 1))
+    good = torch.arange(count)
+    hits = [table.stats()["hits"] for table in twins]
+    embedding(good.cuda()).sum().backward()
+    optimizer.step()
+    host.gather(good)
+    host.update(good, torch.ones(count, host.dim))
+    more = [table.stats()["hits"] - old for table, old in zip(twins, hits, strict=True)]
+    assert more[0] == more[1] > 0  # of the look-up and of the update
+    assert np.array_equal(gpu[:], host[:])
+    assert gpu.step == 1
+    assert (gpu[:] != before).any(axis=1).nonzero()[0].tolist() == list(range(count))
+
+
 def train(table, device, rounds, *, look_twice=False, meddle=None):
     embedding = em.torch.Embedding(table)
     optimizer = em.torch.Optimizer([embedding])

@@ -544,6 +544,132 @@ def test_checkpointing_counts_gradients_once(table):
     assert_same(table, other)
 
 
+def _keep_nothing(rows):
+    return rows.exp().sum().backward
+
+
+def _keep_by_hook(rows):
+    kept = []
+    rows.register_hook(kept.append)
+    return lambda: (rows.exp().sum().backward(), kept[0])[1]
+
+
+def _keep_detached(rows):
+    kept = []
+    rows.register_hook(lambda grad: kept.append(grad.detach()))
+    return lambda: (rows.exp().sum().backward(), kept[0])[1]
+
+
+def _keep_as_array(rows):
+    kept = []
+    rows.register_hook(lambda grad: kept.append(grad.numpy()))
+    return lambda: (rows.exp().sum().backward(), kept[0])[1]
+
+
+def _keep_the_callers(rows):
+    given = torch.ones_like(rows)
+    return lambda: (rows.backward(given), given)[1]
+
+
+def _keep_part_of_another(rows):
+    given = torch.ones(2, *rows.shape)
+    return lambda: (rows.backward(given[1]), given)[1]
+
+
+def _keep_another_parameters(rows):
+    other = torch.nn.Parameter(torch.zeros_like(rows))
+    return lambda: ((rows + other).exp().sum().backward(), other.grad)[1]
+
+
+def _keep_anothers_before_it(rows):
+    other = torch.nn.Parameter(torch.zeros_like(rows))
+    return lambda: ((other + rows).backward(torch.ones_like(rows)), other.grad)[1]
+
+
+def _keep_retained(rows):
+    rows.retain_grad()
+    return lambda: (rows.exp().sum().backward(), rows.grad)[1]
+
+
+# How the loss is made and somebody keeps the gradient, and what each element of it is; None: exp.
+KEPT = [
+    (_keep_nothing, None),
+    (_keep_by_hook, None),
+    (_keep_detached, None),
+    (_keep_as_array, None),
+    (_keep_the_callers, 1),
+    (_keep_part_of_another, 1),
+    (_keep_another_parameters, None),
+    (_keep_anothers_before_it, 1),
+    (_keep_retained, None),
+]
+
+
+@pytest.mark.parametrize(("way", "each"), KEPT)
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_gradients_that_others_have_may_be_overwritten(store, way, each, kind):
+    count, dim = 100, 64  # more than are copied in any case
+    table = store.create("u", rows=count, dim=dim, optimizer=em.optim.SGD(1.0))
+    module = getattr(em.torch, kind)(table, **({"mode": "sum"} if kind == "EmbeddingBag" else {}))
+    optimizer = em.torch.Optimizer([module])
+    ids = torch.arange(count)
+    rows = module(ids if kind == "Embedding" else ids[:, None])
+    before = table[:]
+    shared = way(rows)()
+    if shared is not None:
+        shared[...] = 1e6
+    optimizer.step()
+    wanted = np.exp(before) if each is None else np.full_like(before, each)
+    assert np.allclose(table[:], before - wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_nobody_else_has_is_not_copied(store):
+    table = store.create("u", rows=100, dim=64, optimizer=em.optim.SGD(1.0))
+    embedding = em.torch.Embedding(table)
+    copies = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.clone.default:
+                copies.append(args[0].shape)
+            return function(*args, **(kwargs or {}))
+
+    loss = embedding(torch.arange(100)).exp().sum()
+    (100 * torch.ones(1, requires_grad=True)).exp().backward()  # what is tried out first
+    with Watch():
+        loss.backward()
+    assert (100, 64) not in copies
+
+
+def test_the_gradient_of_an_anchor_is_zero_whatever_was_done_to_the_last_one(table):
+    embedding = em.torch.Embedding(table)
+    for change in (
+        lambda grad: grad.add_(1),
+        lambda grad: grad.mul_(torch.inf),
+        lambda grad: torch.nn.utils.clip_grad_norm_([embedding.anchor], 1.0),
+    ):
+        embedding.zero_grad()
+        embedding(torch.tensor([1])).sum().backward()
+        assert embedding.anchor.grad.tolist() == [0]
+        change(embedding.anchor.grad)
+    embedding(torch.tensor([1])).sum().backward()  # added to what is there
+    embedding.zero_grad()
+    embedding(torch.tensor([1])).sum().backward()
+    first = embedding.anchor.grad
+    embedding.zero_grad()
+    embedding(torch.tensor([1])).sum().backward()
+    assert first.tolist() == embedding.anchor.grad.tolist() == [0]
+
+
+def test_a_graph_serves_once_unless_it_is_retained(table):
+    embedding = em.torch.Embedding(table)
+    rows = embedding(torch.arange(ROWS).repeat(2000))  # more than are fetched as few
+    rows.sum().backward(retain_graph=True)
+    rows.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        rows.sum().backward()
+
+
 def test_double_backward_is_refused(table):
     embedding = em.torch.Embedding(table)
     loss = embedding(torch.tensor([1])).square().sum()

@@ -425,3 +425,42 @@ def test_swaps_have_their_own_optimizers(table):
     swap = em.torch.Swap(table, lambda params: torch.optim.SGD(params, lr=1.0))
     with pytest.raises(TypeError, match="own"):
         em.torch.Optimizer(swap)
+
+
+def test_a_profiler_sees_the_step(table):
+    embedding = em.torch.Embedding(table)
+    optimizer = em.torch.Optimizer([embedding])
+    embedding(torch.tensor([1])).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert "Optimizer.step#Optimizer.step" in [event.key for event in profile.key_averages()]
+    assert table.step == 1
+
+
+def test_hooks_run_once_for_each_step_of_whatever_class(table):
+    class Mine(em.torch.Optimizer):
+        def step(self, closure=None):
+            calls.append("mine")
+            return super().step(closure)
+
+    calls = []
+    embedding = em.torch.Embedding(table)
+    for kind in (em.torch.Optimizer, Mine, em.torch.Optimizer):
+        optimizer = kind([embedding])
+        everywhere = torch.optim.optimizer.register_optimizer_step_pre_hook(
+            lambda *_: calls.append("all")
+        )
+        before = optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+        after = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        embedding(torch.tensor([1])).sum().backward()
+        calls.clear()
+        assert optimizer.step(lambda: calls.append("closure") or 2.5) == 2.5
+        own = ["mine"] if kind is Mine else []
+        assert calls == ["all", "before", *own, "closure", "after"]
+        for handle in (everywhere, before, after):
+            handle.remove()
+        calls.clear()
+        optimizer.step()
+        assert calls == own
+        optimizer.zero_grad()
+    assert table.step == 6

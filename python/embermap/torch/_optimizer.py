@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.optim import optimizer as torch_optimizers
 
 from .. import optim
 from ._lookup import joined
@@ -145,8 +146,6 @@ class Optimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update each table with the gradients that wait, and keep them; see `zero_grad`.
 
@@ -155,6 +154,27 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             closure: computes the loss and its gradients again, called first.
         """
+        # What torch puts around a step takes longer than a small step, so it is left out where
+        # nobody would notice. A class that overrides this method has it around its own.
+        if torch.compiler.is_compiling():
+            return self._apart(closure)
+        if type(self).step is Optimizer.step and self._is_watched():
+            return self._announced(closure) if closure is not None else self._announced()
+        return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch is not to wrap it
+
+    def _is_watched(self) -> bool:
+        """Whether there are hooks of steps, or a profiler that is told of them."""
+        return bool(
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or torch_optimizers._global_optimizer_pre_hooks
+            or torch_optimizers._global_optimizer_post_hooks
+            or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        )
+
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         if hasattr(self, "grad_scale") or hasattr(self, "found_inf"):
             raise RuntimeError(
                 "gradients of embermap tables cannot be unscaled by a GradScaler: "
@@ -174,21 +194,31 @@ class Optimizer(torch.optim.Optimizer):
                 if modules[0]._update_from(*kept):
                     group[COUNT] = table.step
                     continue
-            waiting = [module._gradients() for module in modules]
-            gradients = [part for part in waiting if part is not None]
-            if not gradients:
-                continue
-            self._tell(number, group, table)
-            for module in modules:
-                module._forget_kept(shared=len(gradients) > 1)
-            ids, grads = joined(gradients)
-            for part in (ids, grads):
-                # They are ours, and freed in the order of the stream of the backward pass.
-                if part.is_cuda:
-                    part.record_stream(torch.cuda.current_stream(part.device))
-            table.update(ids, grads)
-            group[COUNT] = table.step
+            self._update(number, group, modules)
         return loss
+
+    # Inside of a graph that is being compiled: not part of it. With hooks and a profiler's range.
+    _apart = torch.compiler.disable(torch.optim.Optimizer.profile_hook_step(_step))
+    _announced = torch.optim.Optimizer.profile_hook_step(_step)
+
+    @torch.no_grad()
+    def _update(self, number: int, group: dict[str, Any], modules: list[TableModule]) -> None:
+        """Update a table with all gradients of its modules."""
+        table = modules[0].table
+        waiting = [module._gradients() for module in modules]
+        gradients = [part for part in waiting if part is not None]
+        if not gradients:
+            return
+        self._tell(number, group, table)
+        for module in modules:
+            module._forget_kept(shared=len(gradients) > 1)
+        ids, grads = joined(gradients)
+        for part in (ids, grads):
+            # They are ours, and freed in the order of the stream of the backward pass.
+            if part.is_cuda:
+                part.record_stream(torch.cuda.current_stream(part.device))
+        table.update(ids, grads)
+        group[COUNT] = table.step
 
     def _tell(self, number: int, group: dict[str, Any], table: Any) -> None:
         """Make the hyperparameters of a group those of its table, if either has changed."""

@@ -201,7 +201,9 @@ class Step(ABC):
                 adagrad(after, sums, grads)
             else:
                 sgd(after, grads)
-            compared = [("weights", after, LR * 1e-2 if shape.adagrad else LR * 1e-4 * largest)]
+            # SGD's step is as small as the gradients; what is left over is rounding of the weights.
+            near = LR * 1e-2 if shape.adagrad else LR * 1e-2 * largest + 1e-7
+            compared = [("weights", after, near)]
             if shape.adagrad:
                 compared.append(("sums", sums, largest**2 * 1e-6))
             got = self.look(table, where)
