@@ -438,6 +438,8 @@ def test_a_profiler_sees_the_step(table):
 
 
 def test_hooks_run_once_for_each_step_of_whatever_class(table):
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
     class Mine(em.torch.Optimizer):
         def step(self, closure=None):
             calls.append("mine")
@@ -447,9 +449,7 @@ def test_hooks_run_once_for_each_step_of_whatever_class(table):
     embedding = em.torch.Embedding(table)
     for kind in (em.torch.Optimizer, Mine, em.torch.Optimizer):
         optimizer = kind([embedding])
-        everywhere = torch.optim.optimizer.register_optimizer_step_pre_hook(
-            lambda *_: calls.append("all")
-        )
+        everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("all"))
         before = optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
         after = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
         embedding(torch.tensor([1])).sum().backward()

@@ -26,7 +26,10 @@ _CAN_TELL = hasattr(Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Co
 
 
 def is_alone(grad: Tensor) -> bool:
-    """From a function that `Function.backward` has given its gradient to, and nowhere else."""
+    """From a function that `Function.backward` gives its gradient to, in a statement of its own.
+
+    Where it is called from counts: arguments of a call that is being made are references too.
+    """
     if not grad.is_cuda and grad.numel() < _WORTH_IT:
         return False
     if not _CAN_TELL:
@@ -39,7 +42,7 @@ def _signs(grad: Tensor) -> _Signs:
     return (
         sys.getrefcount(grad),
         grad._use_count(),  # type: ignore[attr-defined]
-        torch._C._storage_Use_Count(grad.untyped_storage()._cdata),  # type: ignore[attr-defined]
+        torch._C._storage_Use_Count(grad.untyped_storage()._cdata),
     )
 
 
@@ -78,18 +81,20 @@ def _of_one_alone() -> _Signs | None:
 
     def hooked(keep: Callable[[Tensor], Tensor]) -> Callable[[Tensor], None]:
         def use(rows: Tensor) -> None:
-            rows.register_hook(lambda grad: kept.append(keep(grad)))
-            rows.exp().sum().backward()
+            rows.register_hook(  # type: ignore[no-untyped-call]
+                lambda grad: kept.append(keep(grad))
+            )
+            torch.autograd.backward(rows.exp().sum())
 
         return use
 
     def given(rows: Tensor) -> None:
         kept.append(torch.ones(2))
-        rows.backward(kept[-1])
+        torch.autograd.backward(rows, kept[-1])
 
     with torch.inference_mode(False), torch.enable_grad():
-        alone = _signs_of(lambda rows: rows.exp().sum().backward())
-        again = _signs_of(lambda rows: rows.sin().sum().backward())
+        alone = _signs_of(lambda rows: torch.autograd.backward(rows.exp().sum()))
+        again = _signs_of(lambda rows: torch.autograd.backward(rows.sin().sum()))
         shared = [
             _signs_of(hooked(lambda grad: grad)),
             _signs_of(hooked(lambda grad: grad.detach())),

@@ -228,9 +228,10 @@ class Lookup(torch.autograd.Function):
 def _collected(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
     if grad is None:
         return None, None, None, None
+    alone = is_alone(grad)
     (ids,) = ctx.saved_tensors
     source, anchor, lead = ctx.origin
-    source._collect(ids, grad, lead, ctx.fetched, is_alone(grad))
+    source._collect(ids, grad, lead, ctx.fetched, alone)
     ctx.fetched = None
     return source._zero(anchor), None, None, None
 

@@ -157,7 +157,8 @@ class Optimizer(torch.optim.Optimizer):
         # What torch puts around a step takes longer than a small step, so it is left out where
         # nobody would notice. A class that overrides this method has it around its own.
         if torch.compiler.is_compiling():
-            return self._apart(closure)
+            apart: float | None = self._apart(closure)
+            return apart
         if type(self).step is Optimizer.step and self._is_watched():
             return self._announced(closure) if closure is not None else self._announced()
         return self._step(closure)
@@ -198,7 +199,9 @@ class Optimizer(torch.optim.Optimizer):
         return loss
 
     # Inside of a graph that is being compiled: not part of it. With hooks and a profiler's range.
-    _apart = torch.compiler.disable(torch.optim.Optimizer.profile_hook_step(_step))
+    _apart = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        torch.optim.Optimizer.profile_hook_step(_step)
+    )
     _announced = torch.optim.Optimizer.profile_hook_step(_step)
 
     @torch.no_grad()
