@@ -165,12 +165,13 @@ struct StoreCore {
   static std::uint64_t memory_of_log(std::uint64_t limit) noexcept { return RedoLog::memory_for(limit / kMinPageBytes); }
   // Half of it should hold what is dirty in memory, and much more that was evicted since the last commit: where it does not, the
   // store commits by itself all the time, writes pages in constant use again and again, and moves on to the tables' files what
-  // the next commit changes once more. Sixteen times the memory where that is no more disk than most machines have to spare, else
-  // four times. How many pages it may have is another matter: an eighth of the budget is all that the log's index may take.
+  // the next commit changes once more. 64 times the memory where that is no more disk than most machines have to spare, else four
+  // times: a limit, which a log reaches only where its pages are seldom written twice. How many pages it may have is another
+  // matter: an eighth of the budget is all that the log's index may take.
   static std::uint64_t default_log_limit(std::uint64_t memory) noexcept {
     constexpr std::uint64_t kSpare = 16ULL << 30, kMost = 128ULL << 30;
     if (memory >= kMost / 4) return kMost;
-    return std::max({kLeastLogLimit, std::min(16 * memory, kSpare), 4 * memory});
+    return std::max({kLeastLogLimit, std::min(64 * memory, kSpare), 4 * memory});
   }
   // Of the budget, for the redo log.
   std::uint64_t log_memory() const noexcept {
