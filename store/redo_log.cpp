@@ -24,12 +24,13 @@ constexpr std::uint64_t kLeastStaging = 64U << 10;
 constexpr std::uint64_t kGrowBytes = 64U << 20;                   // of the file at a time, at most; it is sparse
 constexpr std::uint64_t kLongBytes = 256U << 20, kLongShare = 4;  // a log longer than both, by its limit, begins anew
 constexpr std::uint64_t kEncodeGrain = 64U << 10;                 // bytes of pages that a thread encodes at a time
-// Applying in the background begins when the log is so many times as long as the pages in it take once: most of what was appended
-// is never read and written again then, whatever is applied costs little beside appending it, and a longer log would save hardly
-// more. At an eighth of the limit at least, where applying is not worth its syncs, and at three quarters at most, so that there
-// is room for what comes meanwhile.
+// Applying in the background begins with a commit after which the log is so many times as long as the pages in it take once: most
+// of what was appended is never read and written again then, whatever is applied costs little beside appending it, and a longer
+// log would save hardly more. At an eighth of the limit at least: before, applying is not worth its syncs. At three quarters it
+// begins whenever that is, so that there is room for what comes meanwhile.
 constexpr std::uint64_t kApplyVersions = 4;
 constexpr std::uint64_t kApplyLeast = 8;
+constexpr std::uint64_t nearly_full(std::uint64_t limit) noexcept { return limit / 4 * 3; }
 // Until an eighth of the limit is left it rests this many times as long as it works, so that batches find the disk free.
 constexpr int kRest = 1;
 constexpr std::uint64_t kEntryBytes = 4096;  // of the limit that an entry of the index stands for, where memory is not the bound
@@ -161,7 +162,8 @@ std::uint64_t RedoLog::used() const {
 bool RedoLog::applying_is_due() const {
   if (committed_ == header_.tail) return false;
   const std::uint64_t bytes = head_ - header_.tail;
-  return used() >= options_.limit / 4 * 3 || (bytes >= options_.limit / kApplyLeast && bytes / kApplyVersions >= once_bytes_);
+  return used() >= nearly_full(options_.limit) ||
+         (bytes >= options_.limit / kApplyLeast && bytes / kApplyVersions >= once_bytes_);
 }
 
 void RedoLog::count_once() {
@@ -297,8 +299,9 @@ void RedoLog::publish(const LogRecord& record, std::uint64_t bytes) {
   touched_.insert(table);
   if (in_place) in_place_.insert(table);
   counts_.appended_bytes += bytes;
-  // Between commits as well; where applying has failed, the next commit tries again.
-  if (bytes != 0 && apply_failure_ == nullptr && applying_is_due()) start_applying();
+  // Where applying has failed, the next commit tries again.
+  if (bytes == 0 || apply_failure_ != nullptr || committed_ == header_.tail) return;
+  if (used() >= nearly_full(options_.limit)) start_applying();
 }
 
 void RedoLog::append(std::uint32_t table, std::span<const std::uint64_t> pages, std::uint64_t page_bytes, const Encode& encode,

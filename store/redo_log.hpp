@@ -234,7 +234,7 @@ class RedoLog final : public LoggedPages {
   void begin_anew();                                // if it is empty; with apply_mutex_ and append_mutex_ held
   LogTarget* target_of(std::uint32_t table) const;  // null if there is none
   std::uint64_t used() const;                       // of the limit; with mutex_ held
-  bool applying_is_due() const;                     // in the background; with mutex_ held
+  bool applying_is_due() const;                     // after a commit; with mutex_ held
   void count_once();                                // once_bytes_ anew; with mutex_ held
   bool index_may_overflow() const;                  // the tables have more pages than it has room for; with mutex_ held
 
