@@ -24,9 +24,14 @@ constexpr std::uint64_t kLeastStaging = 64U << 10;
 constexpr std::uint64_t kGrowBytes = 64U << 20;                   // of the file at a time, at most; it is sparse
 constexpr std::uint64_t kLongBytes = 256U << 20, kLongShare = 4;  // a log longer than both, by its limit, begins anew
 constexpr std::uint64_t kEncodeGrain = 64U << 10;                 // bytes of pages that a thread encodes at a time
-// Applying in the background begins when this share of the limit is committed, so that pages of several commits are written once.
-constexpr std::uint64_t kApplyShare = 8;
-// Until the log is half full it rests this many times as long as it works, so that batches find the disk free.
+// Applying in the background begins with a commit after which the log is so many times as long as the pages in it take once: most
+// of what was appended is never read and written again then, whatever is applied costs little beside appending it, and a longer
+// log would save hardly more. At an eighth of the limit at least: before, applying is not worth its syncs. At three quarters it
+// begins whenever that is, so that there is room for what comes meanwhile.
+constexpr std::uint64_t kApplyVersions = 4;
+constexpr std::uint64_t kApplyLeast = 8;
+constexpr std::uint64_t nearly_full(std::uint64_t limit) noexcept { return limit / 4 * 3; }
+// Until an eighth of the limit is left it rests this many times as long as it works, so that batches find the disk free.
 constexpr int kRest = 1;
 constexpr std::uint64_t kEntryBytes = 4096;  // of the limit that an entry of the index stands for, where memory is not the bound
 
@@ -146,6 +151,23 @@ std::uint64_t RedoLog::used() const {
   return index <= bytes || !index_may_overflow() ? bytes : index;
 }
 
+bool RedoLog::applying_is_due() const {
+  if (committed_ == header_.tail) return false;
+  const std::uint64_t bytes = head_ - header_.tail;
+  return used() >= nearly_full(options_.limit) ||
+         (bytes >= options_.limit / kApplyLeast && bytes / kApplyVersions >= once_bytes_);
+}
+
+void RedoLog::count_once() {
+  once_bytes_ = 0;
+  index_.for_each([&](const LoggedPage& logged) {
+    if (logged.newest.in_place) return;
+    const auto target = targets_.find(logged.table);
+    const bool page = logged.page != kHeaderPage && target != targets_.end();
+    once_bytes_ += page ? target->second->page_bytes() : kLogBlock;
+  });
+}
+
 bool RedoLog::index_may_overflow() const {
   std::uint64_t pages = targets_.size();  // headers
   for (const auto& [table, target] : targets_) pages = checked_add(pages, target->pages(), "pages of all tables");
@@ -169,6 +191,7 @@ void RedoLog::detach(std::uint32_t table, bool forget) {
   if (!forget) return;
   index_.forget_table(table);
   entries_ = index_.size();
+  count_once();
   appended_ = index_.count_from(epoch_);
   touched_.erase(table);
   in_place_.erase(table);
@@ -259,13 +282,18 @@ void RedoLog::publish(const LogRecord& record, std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < record.entries.size(); ++i) {
     const LoggedVersion version{in_place ? record.header.position : record.data(i), record.entries[i].checksum, in_place};
+    const std::uint64_t before = index_.size();
     appended_ += index_.put(table, record.entries[i].page, version, epoch_) ? 1U : 0U;
+    if (!in_place) once_bytes_ += (index_.size() - before) * record.header.page_bytes;
   }
   head_ += bytes;
   entries_ = index_.size();
   touched_.insert(table);
   if (in_place) in_place_.insert(table);
   counts_.appended_bytes += bytes;
+  // Where applying has failed, the next commit tries again.
+  if (bytes == 0 || apply_failure_ != nullptr || committed_ == header_.tail) return;
+  if (used() >= nearly_full(options_.limit)) start_applying();
 }
 
 void RedoLog::append(std::uint32_t table, std::span<const std::uint64_t> pages, std::uint64_t page_bytes, const Encode& encode,
@@ -442,7 +470,7 @@ void RedoLog::finish_commit(Pending pending) {
   manifest_ = std::move(pending.manifest);
   ++counts_.commits;
   counts_.syncs += 2;
-  if (used() >= options_.limit / kApplyShare) start_applying();
+  if (applying_is_due()) start_applying();
 }
 
 void RedoLog::roll_back() {
@@ -454,6 +482,7 @@ void RedoLog::roll_back() {
   touched_.clear();
   in_place_.clear();
   entries_ = index_.size();
+  count_once();
 }
 
 void RedoLog::start_applying() {
@@ -550,6 +579,7 @@ void RedoLog::forget_applied(const Applied& work) {
     const std::lock_guard lock(mutex_);
     index_.forget_before(work.end);
     entries_ = index_.size();
+    count_once();
     counts_.applied_pages += work.items.size();
   }
   LogHeader header = header_;
@@ -640,7 +670,7 @@ void RedoLog::apply_table(LogTarget& target, std::span<const Item> items, bool i
     if (!in_background) continue;
     // The disk is the batches' as well, while there is room in the log.
     std::unique_lock lock(mutex_);
-    const auto hurried = [&] { return stop_.load() || waiting_ != 0 || used() > options_.limit / 2; };
+    const auto hurried = [&] { return stop_.load() || waiting_ != 0 || used() > options_.limit / 8 * 7; };
     changed_.wait_for(lock, (std::chrono::steady_clock::now() - begin) * kRest, hurried);
   }
 }

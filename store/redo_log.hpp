@@ -237,6 +237,8 @@ class RedoLog final : public LoggedPages {
   void begin_anew();                                // if it is empty; with apply_mutex_ and append_mutex_ held
   LogTarget* target_of(std::uint32_t table) const;  // null if there is none
   std::uint64_t used() const;                       // of the limit; with mutex_ held
+  bool applying_is_due() const;                     // after a commit; with mutex_ held
+  void count_once();                                // once_bytes_ anew; with mutex_ held
   bool index_may_overflow() const;                  // the tables have more pages than it has room for; with mutex_ held
 
   const RedoLogOptions options_;
@@ -267,6 +269,7 @@ class RedoLog final : public LoggedPages {
   std::uint64_t head_ = kLogStart;       // where the next record goes
   std::uint64_t epoch_ = kLogStart;      // where the records begin that no commit has, and none on its way
   std::uint64_t appended_ = 0;           // pages with a version since epoch_
+  std::uint64_t once_bytes_ = 0;         // of the pages in the index, each counted once
   unsigned waiting_ = 0;                 // for applying to end
   std::uint64_t committed_ = kLogStart;  // where the last durable commit ends
   std::uint64_t commit_ = 0;             // its number

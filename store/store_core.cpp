@@ -72,7 +72,7 @@ Prefetcher::Step Prefetch::State::run() {
   {
     const std::lock_guard lock(mutex);
     if (ended || cancelled) return Prefetcher::Step::kEnded;
-    running = true;
+    ++running;
   }
   Prefetcher::Step result = Prefetcher::Step::kEnded;
   try {
@@ -81,7 +81,7 @@ Prefetcher::Step Prefetch::State::run() {
     // A hint that failed: the call that needs the rows meets the same error and reports it.
   }
   const std::lock_guard lock(mutex);
-  running = false;
+  --running;
   return cancelled ? Prefetcher::Step::kEnded : result;
 }
 
@@ -100,7 +100,7 @@ void Prefetch::cancel() noexcept {
   {
     const std::lock_guard lock(state_->mutex);
     state_->cancelled = true;
-    if (state_->running) return;  // it ends with what it reads now
+    if (state_->running != 0) return;  // it ends with what it reads now
   }
   state_->end();
 }
@@ -133,53 +133,78 @@ void Prefetcher::add(std::shared_ptr<Prefetch::State> job) {
   job->end();
 }
 
-bool Prefetcher::start() {
-  if (!working_) working_ = worker_.add([this] { work(); });
-  return working_;
+bool Prefetcher::start(std::size_t threads) {
+  for (std::size_t i = 0; i < kThreads; ++i) {
+    if (threads == 0) break;
+    if (!working_[i]) working_[i] = workers_[i].add([this, i] { work(i); });
+    threads -= working_[i] ? 1U : 0U;
+  }
+  return std::find(working_.begin(), working_.end(), true) != working_.end();
 }
 
 void Prefetcher::look_again() {
-  if (worker_.forked()) return;
+  if (workers_[0].forked()) return;
   const std::lock_guard lock(mutex_);
   ++looks_;
   for (const auto& job : jobs_) job->blocked = false;
   if (!stop_ && !jobs_.empty()) start();
 }
 
+void Prefetcher::share(const Prefetch::State& job) {
+  const std::lock_guard lock(mutex_);
+  const auto found = std::find_if(jobs_.begin(), jobs_.end(), [&](const auto& other) { return other.get() == &job; });
+  if (stop_ || found == jobs_.end()) return;
+  (*found)->shared = true;
+  start(kThreads);
+}
+
 std::shared_ptr<Prefetch::State> Prefetcher::next() const {
   if (stop_) return nullptr;
   for (auto job = jobs_.begin(); job != jobs_.end(); ++job) {
     const auto waits = [&](const auto& other) { return other->table == (*job)->table && other->blocked; };
+    // Those behind a job that is being worked at are not begun: its pages are to have their frames first.
+    const auto busy = [&](const auto& other) { return other->table == (*job)->table && other->threads != 0; };
+    if ((*job)->over || ((*job)->threads != 0 && !(*job)->shared)) continue;
+    if (std::any_of(jobs_.begin(), job, busy)) continue;
     if ((*job)->awaited ? !(*job)->blocked : std::none_of(jobs_.begin(), job + 1, waits)) return *job;
   }
   return nullptr;
 }
 
-void Prefetcher::work() {
+void Prefetcher::work(std::size_t thread) {
   std::unique_lock lock(mutex_);
-  while ((running_ = next())) {
-    const auto job = running_;
-    const std::uint64_t looks = looks_;
+  while (const auto job = next()) {
+    const std::uint64_t looks = looks_, steps = job->steps;
+    ++job->threads;
+    job->shared = false;  // until it says so again
     lock.unlock();
     const Step step = job->run();
-    if (step == Step::kEnded) job->end();
     lock.lock();
-    if (step == Step::kEnded) std::erase(jobs_, job);
-    job->blocked = step == Step::kWaits && looks == looks_;
+    --job->threads;
+    job->over = step == Step::kEnded;
+    // Not where the other thread's part has come to its end meanwhile.
+    job->blocked = step == Step::kWaits && looks == looks_ && steps == job->steps;
+    ++job->steps;
+    if (!job->over || job->threads != 0) continue;
+    lock.unlock();
+    job->end();
+    lock.lock();
+    std::erase(jobs_, job);
   }
-  working_ = false;
+  working_[thread] = false;
 }
 
 void Prefetcher::stop() {
-  if (worker_.forked()) return;  // the lock may be held by a thread that does not exist here
+  if (workers_[0].forked()) return;  // the lock may be held by a thread that does not exist here
   std::deque<std::shared_ptr<Prefetch::State>> given_up;
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
     given_up.swap(jobs_);
-    if (running_) running_->cancelled = true;
+    for (const auto& job : given_up)
+      if (job->threads != 0) job->cancelled = true;
   }
-  worker_.stop();
+  for (Worker& worker : workers_) worker.stop();
   for (const auto& job : given_up) job->end();
 }
 

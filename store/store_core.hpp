@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -73,9 +74,11 @@ class ManifestFile {
   std::uint64_t revision_ = 0;
 };
 
-// Reads ahead, on a thread of its own, in the order in which it is asked to: the first to be asked for is the first to be needed.
-// A table whose memory has no room for more pages ahead makes its jobs wait, not those of other tables, and no thread or lock
-// waits with them. At most kMostJobs of a table wait; what comes then ends at once: it is a hint.
+// Reads ahead, on threads of its own, in the order in which it is asked to: the first to be asked for is the first to be needed.
+// Two threads work at the parts of one job (share()): while one has the last pages of its part in flight, and then takes frames
+// for the next, the other keeps the disk busy. A table whose memory has no room for more pages ahead makes its jobs wait, not
+// those of other tables, and no thread or lock waits with them. At most kMostJobs of a table wait; what comes then ends at once:
+// it is a hint.
 class Prefetcher {
  public:
   enum class Step : std::uint8_t {
@@ -91,22 +94,24 @@ class Prefetcher {
   void add(std::shared_ptr<Prefetch::State> job);
   // What waits may go on. Calls nobody back: the caller may hold any lock.
   void look_again();
+  // Of a job whose step runs: there is more of it that may be done at the same time, by another call of its step. As above.
+  void share(const Prefetch::State& job);
   void stop();  // gives up what waits and what runs, and waits until it has ended
 
  private:
   static constexpr std::ptrdiff_t kMostJobs = 32;
-  void work();
+  static constexpr std::size_t kThreads = 2;
+  void work(std::size_t thread);
   // Below: with mutex_ held.
-  bool start();
+  bool start(std::size_t threads = 1);            // if fewer work; false: none does
   std::shared_ptr<Prefetch::State> next() const;  // nullptr: none can go on
 
   std::mutex mutex_;  // nothing is locked, and no job called, with it but the worker's own
   std::deque<std::shared_ptr<Prefetch::State>> jobs_;
-  std::shared_ptr<Prefetch::State> running_;
-  std::uint64_t looks_ = 0;  // calls of look_again()
-  bool working_ = false;     // work() runs, or will
+  std::uint64_t looks_ = 0;               // calls of look_again()
+  std::array<bool, kThreads> working_{};  // its work() runs, or will
   bool stop_ = false;
-  Worker worker_;  // the last member: it uses the others until it is gone
+  std::array<Worker, kThreads> workers_;  // the last member: they use the others until they are gone
 };
 
 // Shared by the handle and the thread that reads.
@@ -115,15 +120,21 @@ struct Prefetch::State {
   Prefetcher::Step run();
   void end();  // unless it has; not while it runs
 
-  const void* const table;                             // whose jobs keep their order
-  std::function<Prefetcher::Step(const State&)> step;  // reads some of it; emptied when it has ended
+  const void* const table;  // whose jobs keep their order
+  // Reads some of it; emptied when it has ended. Called by two threads at once after share().
+  std::function<Prefetcher::Step(const State&)> step;
   std::atomic<bool> cancelled{false};
   std::atomic<bool> awaited{false};  // somebody waits for it: it waits for no room
-  bool blocked = false;              // it said that it waits; with the prefetcher's lock
-  std::mutex mutex;                  // for what follows; the prefetcher's may be locked inside it
+  // With the prefetcher's lock: it said that it waits, that nothing of it is left to be begun, and that there is more of it for
+  // another thread; how many threads are at it.
+  bool blocked = false, over = false, shared = false;
+  unsigned threads = 0;
+  std::uint64_t steps = 0;  // that were made
+  std::mutex mutex;         // for what follows; the prefetcher's may be locked inside it
   std::condition_variable changed;
   Prefetcher* prefetcher = nullptr;  // lives until the job has ended
-  bool running = false, ended = false;
+  unsigned running = 0;              // calls of step
+  bool ended = false;
 };
 
 struct StoreCore {
@@ -165,12 +176,13 @@ struct StoreCore {
   static std::uint64_t memory_of_log(std::uint64_t limit) noexcept { return RedoLog::memory_for(limit / kMinPageBytes); }
   // Half of it should hold what is dirty in memory, and much more that was evicted since the last commit: where it does not, the
   // store commits by itself all the time, writes pages in constant use again and again, and moves on to the tables' files what
-  // the next commit changes once more. Sixteen times the memory where that is no more disk than most machines have to spare, else
-  // four times. How many pages it may have is another matter: an eighth of the budget is all that the log's index may take.
+  // the next commit changes once more. 64 times the memory where that is no more disk than most machines have to spare, else four
+  // times: a limit, which a log reaches only where its pages are seldom written twice. How many pages it may have is another
+  // matter: an eighth of the budget is all that the log's index may take.
   static std::uint64_t default_log_limit(std::uint64_t memory) noexcept {
     constexpr std::uint64_t kSpare = 16ULL << 30, kMost = 128ULL << 30;
     if (memory >= kMost / 4) return kMost;
-    return std::max({kLeastLogLimit, std::min(16 * memory, kSpare), 4 * memory});
+    return std::max({kLeastLogLimit, std::min(64 * memory, kSpare), 4 * memory});
   }
   // Of the budget, for the redo log.
   std::uint64_t log_memory() const noexcept {

@@ -540,8 +540,8 @@ Prefetch TableImpl::prefetch_pages(int device, const std::int64_t* ids, std::uin
   const auto job =
       std::make_shared<Prefetch::State>(this, [self = shared_from_this(), arriving = engine.bring_ids(ids, count, stream),
                                                ahead = std::optional<Ahead>()](const Prefetch::State& state) mutable {
-        if (!ahead) ahead = self->pages_ahead(arriving->wait());  // a bad id ends the job: the call that needs it reports it
-        arriving.reset();
+        if (arriving) ahead = self->pages_ahead(arriving->wait());  // a bad id ends the job: the call that needs it reports it
+        if (arriving) arriving.reset();
         return self->prefetch_some(*ahead, state);
       });
   core_->prefetcher.add(job);

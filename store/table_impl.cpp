@@ -24,9 +24,9 @@ namespace {
 constexpr std::uint64_t kGatherBlock = 1U << 20;
 constexpr double kNothing = std::numeric_limits<double>::quiet_NaN();  // of carried_
 constexpr std::uint64_t kGrain = 16384;                                // ids a thread looks after at a time
-// Pages that a prefetch asks for at a time, at least. A batch that comes early reads those not yet asked for itself, at the same
-// time.
-constexpr std::uint64_t kPrefetchBytes = 16U << 20;
+// Pages of a part of a prefetch, at least; two of them are read at the same time. A batch that comes early reads those not yet
+// asked for itself, beside them.
+constexpr std::uint64_t kPrefetchBytes = 4U << 20;
 
 std::uint64_t physical_memory() noexcept {
   const long pages = ::sysconf(_SC_PHYS_PAGES), bytes = ::sysconf(_SC_PAGESIZE);
@@ -444,9 +444,10 @@ Prefetcher::Step TableImpl::prefetch_some(Ahead& ahead, const Prefetch::State& j
   using Step = Prefetcher::Step;
   std::vector<std::uint64_t>& pages = ahead.pages;
   if (core_->pin == Pin::kMapping) return Step::kEnded;  // the page cache has them, or reads them ahead itself
-  if (!std::exchange(ahead.sorted, true)) {
+  if (!ahead.sorted) {                                   // the other thread comes later
     std::sort(pages.begin(), pages.end());
     pages.erase(std::unique(pages.begin(), pages.end()), pages.end());
+    ahead.sorted = true;
   }
   // Anew for each part: in between the table may have become smaller, and its memory too.
   const Shared lock(files_);
@@ -456,23 +457,53 @@ Prefetcher::Step TableImpl::prefetch_some(Ahead& ahead, const Prefetch::State& j
   const std::uint64_t most = pages_in_memory.whole() ? pages.size() : std::max<std::uint64_t>(pages_in_memory.frames() / 2, 1);
   const auto end = std::lower_bound(pages.begin(), pages.end(), entry_.geometry.pages());
   const std::uint64_t all = std::min<std::uint64_t>(static_cast<std::uint64_t>(end - pages.begin()), most);
-  if (ahead.done >= all) return Step::kEnded;
-  const std::uint64_t stretch = std::max<std::uint64_t>({kPrefetchBytes / entry_.geometry.page_bytes(), all / 4, 1});
-  std::uint64_t count = std::min(stretch, all - ahead.done);
-  if (!job.awaited) {
-    const auto room = pages_in_memory.promisable(count, [core = core_.get()] { core->prefetcher.look_again(); });
-    if (room == 0) return Step::kWaits;
-    count = room;
+  Ahead::Parts& parts = *ahead.parts;
+  Ahead::Part part{};
+  {
+    const std::lock_guard taking(parts.mutex);
+    if (!parts.again.empty()) {
+      part = parts.again.back();
+      parts.again.pop_back();
+    } else {
+      const std::uint64_t stretch = std::max<std::uint64_t>({kPrefetchBytes / entry_.geometry.page_bytes(), all / 8, 1});
+      part = {parts.begun, std::min(stretch, all - std::min(parts.begun, all))};
+      parts.begun += part.count;
+    }
+    if (part.first < all) part.count = std::min(part.count, all - part.first);
+    if (part.first >= all || part.count == 0) return Step::kEnded;
+    if (!job.awaited) {
+      // The other thread's part may be promised already, or not yet: either way there is room for both.
+      const std::uint64_t wanted = part.count + parts.flying;
+      auto room = pages_in_memory.promisable(wanted, [core = core_.get()] { core->prefetcher.look_again(); });
+      room -= std::min(room, parts.flying);
+      if (room < part.count) parts.again.push_back({part.first + room, part.count - room});
+      part.count = std::min(part.count, room);
+      if (room == 0) return Step::kWaits;
+    }
+    parts.flying += part.count;
   }
-  std::vector<std::uint32_t> frames(count);
+  const auto left = [&](bool stopped) {
+    const std::lock_guard taking(parts.mutex);
+    parts.flying -= part.count;
+    if (stopped) parts.again.push_back(part);
+    return !parts.again.empty() || parts.begun < all;
+  };
   try {
-    (void)pages_in_memory.hold(std::span(pages).subspan(ahead.done, count), frames, Access::kPrefetch, {},
+    std::vector<std::uint32_t> frames(part.count);
+    {
+      const std::lock_guard taking(parts.mutex);
+      if (!parts.again.empty() || parts.begun < all) core_->prefetcher.share(job);
+    }
+    (void)pages_in_memory.hold(std::span(pages).subspan(part.first, part.count), frames, Access::kPrefetch, {},
                                [&] { return !job.cancelled.load(std::memory_order_relaxed) && !files_.wanted_alone(); });
   } catch (const NotWanted&) {
+    (void)left(/*stopped=*/true);
     return Step::kAgain;  // behind whoever waits, a commit perhaps; pages that are there are found then
+  } catch (...) {
+    (void)left(/*stopped=*/false);
+    throw;
   }
-  ahead.done += count;
-  return ahead.done < all ? Step::kAgain : Step::kEnded;
+  return left(/*stopped=*/false) ? Step::kAgain : Step::kEnded;
 }
 
 TableEntry TableImpl::entry() const {

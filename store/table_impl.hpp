@@ -188,12 +188,21 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   void check_same_pages(const TableImpl& backup) const;
   void seal_all(const Progress& progress);  // with files_ taken alone
   void pages_of(std::span<const std::uint64_t> ids, std::span<std::uint64_t> pages) const;
-  // Pages to read ahead.
+  // Pages to read ahead, in parts.
   struct Ahead {
     std::vector<std::uint64_t> pages;
     std::shared_ptr<const HotPages::Expected> batch;  // nullptr: there was no memory yet to watch
-    std::uint64_t done = 0;                           // of pages, in ascending order
     bool sorted = false;
+    struct Part {
+      std::uint64_t first, count;  // of pages, in ascending order
+    };
+    struct Parts {
+      std::mutex mutex;
+      std::uint64_t begun = 0;   // of pages
+      std::uint64_t flying = 0;  // pages of parts that are being read
+      std::vector<Part> again;   // parts that had to stop
+    };
+    std::shared_ptr<Parts> parts = std::make_shared<Parts>();  // two threads may read at the same time
   };
   Ahead pages_ahead(std::span<const std::int64_t> ids);  // throws RowIdError
   Prefetcher::Step prefetch_some(Ahead& ahead, const Prefetch::State& job);

@@ -37,7 +37,7 @@ void add_store_options(CLI::App& command, Common& common) {
       ->group(group);
   command
       .add_option("--log-limit", common.log_limit,
-                  "Most bytes of redo log (default: 16 times the memory, 128MiB to 16GiB, or 4 times where that is more)")
+                  "Most bytes of redo log (default: 64 times the memory, 128MiB to 16GiB, or 4 times where that is more)")
       ->type_name("SIZE")
       ->group(group);
   command

@@ -671,7 +671,7 @@ def _log_limit(limit: int | str | None) -> int:
         return 0
     size = _checks.size(limit, "log_limit")
     if size == 0:
-        raise ValueError("log_limit must be more than 0 bytes; None takes 16 times memory")
+        raise ValueError("log_limit must be more than 0 bytes; None takes 64 times memory")
     return size
 
 
@@ -754,12 +754,13 @@ def open(  # noqa: A001
             different moments, and the store is refused until `accept_unclean`. For what can be made
             again.
         log_limit: bytes, or a text, of the redo log, at least 1 MiB: what is changed between two
-            commits may take half of it. None: 16 times `memory`, 128 MiB to 16 GiB, or 4 times
-            where that is more, at most 128 GiB. It takes disk only as it is used. Its index takes
-            up to 5 % as many bytes; `memory` keeps them for it, but no more than an eighth, or some
-            4 MiB, which budgets below 32 MiB have beside them. Where the tables have more pages
-            than it has room for, the limit counts as reached when half of it is pages changed since
-            the last commit.
+            commits may take half of it. None: 64 times `memory`, 128 MiB to 16 GiB, or 4 times
+            where that is more, at most 128 GiB. It takes disk only as it is used, and is moved on
+            to the tables when it is four times as long as the pages in it. Its index takes up to 5
+            % as many bytes; `memory` keeps them for it, but no more than an eighth, or some 4 MiB,
+            which budgets below 32 MiB have beside them. Where the tables have more pages than it
+            has room for, the limit counts as reached when half of it is pages changed since the
+            last commit.
         autocommit: where more than that was changed, commit at the beginning of the call that would
             change more; `Table.write` and `materialize` of more than half as much do so in
             stretches. False: that call raises LogFullError. A single call that exceeds it is done

@@ -170,14 +170,14 @@ def test_options_of_the_log_that_cannot_be(path, arguments, error, text):
 
 @pytest.mark.parametrize(
     ("given", "limit"),
-    [(None, 256 << 20), ("1MiB", 1 << 20), (3_000_000, 3_000_000), ("2GiB", 2 << 30)],
+    [(None, 1 << 30), ("1MiB", 1 << 20), (3_000_000, 3_000_000), ("2GiB", 2 << 30)],
 )
 def test_the_limit_of_the_log(path, given, limit):
     with em.open(path, memory="16MiB", log_limit=given) as store:
         assert store.stats()["log"]["limit"] == limit
-    for memory in (200, 1024):
+    for memory in (50, 256):
         with em.open(path, memory=f"{memory}MiB") as store:
-            assert store.stats()["log"]["limit"] == 16 * memory << 20
+            assert store.stats()["log"]["limit"] == 64 * memory << 20
     for memory, gibibytes in ((2, 16), (8, 32), (64, 128)):
         with em.open(path, memory=f"{memory}GiB") as store:
             assert store.stats()["log"]["limit"] == gibibytes << 30

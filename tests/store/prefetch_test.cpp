@@ -253,8 +253,18 @@ TEST_F(PrefetchTest, EndsWhereTheSystemRefusesAThread) {
 class SlowReads final : public FileOps {
  public:
   std::atomic<int> milliseconds{0}, reads{0};
+  // If set: a read at this offset ends only when one at or behind the other has been asked for.
+  std::atomic<off_t> waits{-1}, waits_for{-1};
+  std::atomic<bool> seen{false}, waited_long{false};
+  std::atomic<int> open_for{1 << 30};  // reads: those behind them wait until there are more
   ssize_t pread(int fd, void* buffer, std::size_t bytes, off_t offset) override {
-    ++reads;
+    const int number = reads++;
+    while (number >= open_for) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (waits_for >= 0 && offset >= waits_for) seen = true;
+    for (int i = 0; offset == waits && !seen; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (i == 10'000) waited_long = seen = true;
+    }
     if (milliseconds > 0) std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
     return FileOps::pread(fd, buffer, bytes, offset);
   }
@@ -333,6 +343,103 @@ TEST_F(SlowPrefetchTest, ABatchThatComesWhileItIsCancelledReadsTheRest) {
     table_ = store_.table("t");
     ops_.reads = 0;
   }
+}
+
+// Pages of 64 KiB: a prefetch of 200 takes several parts, which two threads read.
+class PrefetchInPartsTest : public StoreTest {
+ protected:
+  static constexpr std::int64_t kPages = 200, kPart = 64, kDim = 16384;
+
+  PrefetchInPartsTest() {
+    {
+      Store store = open_now();
+      Table table = store.create("t", {.rows = 2 * kPages + 10, .dim = kDim});
+      for (std::int64_t row = 0; row < 2 * kPages + 10; ++row)
+        test::scatter(table, {row}, std::vector<float>(kDim, static_cast<float>(row)));
+      store.close();
+    }
+    store_ = open_now();
+    table_ = store_->table("t");
+    (void)gather(*table_, {1});
+    ops_.reads = 0;
+  }
+  Store open_now() { return Store::open(path(), {.memory = 64U << 20, .threads = 2, .file_ops = &ops_}); }
+  // The n-th of them is row 2 n.
+  static std::vector<std::int64_t> every_other_page() {
+    std::vector<std::int64_t> ids;
+    for (std::int64_t page = 0; page < kPages; ++page) ids.push_back(2 * page);
+    return ids;
+  }
+  void expect_rows() {
+    const std::vector<float> rows = gather(*table_, every_other_page());
+    for (std::int64_t i = 0; i < kPages; ++i)
+      ASSERT_EQ(rows[static_cast<std::size_t>(i * kDim + kDim - 1)], static_cast<float>(2 * i));
+  }
+
+  SlowReads ops_;
+  std::optional<Store> store_;
+  std::optional<Table> table_;
+};
+
+TEST_F(PrefetchInPartsTest, TheNextPartIsAskedForWhileTheLastPagesOfOneAreOnTheirWay) {
+  const auto offset = [&](std::int64_t page) {
+    const Geometry geometry = table_->geometry();
+    return static_cast<off_t>(geometry.offset_of(static_cast<std::uint64_t>(page)));
+  };
+  ops_.waits_for = offset(2 * kPart);
+  ops_.waits = offset(0);
+  const Prefetch ahead = table_->prefetch(every_other_page());
+  expect_soon([&] { return ahead.done(); });
+  EXPECT_FALSE(ops_.waited_long);
+  EXPECT_EQ(ops_.reads, kPages);
+  expect_rows();
+  EXPECT_EQ(ops_.reads, kPages) << "all of it was there";
+}
+
+TEST_F(PrefetchInPartsTest, ACommitComesInBetweenAndNoPageIsReadTwice) {
+  test::scatter(*table_, {1}, std::vector<float>(kDim, 2));
+  ops_.reads = 0;
+  ops_.open_for = 20;
+  const Prefetch ahead = table_->prefetch(every_other_page());
+  expect_soon([&] { return ops_.reads > 20; });
+  std::thread commits([&] { store_->commit(); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  ops_.open_for = 1 << 30;
+  commits.join();
+  expect_soon([&] { return ahead.done(); });
+  EXPECT_GE(ops_.reads, kPages) << "it went on";
+  expect_rows();
+  EXPECT_LE(ops_.reads, kPages + 80) << "no page that had arrived was read twice";
+}
+
+TEST_F(PrefetchInPartsTest, CancellingEndsBothThreads) {
+  for (int round = 0; round < 3; ++round) {
+    ops_.open_for = 20;
+    Prefetch ahead = table_->prefetch(every_other_page());
+    expect_soon([&] { return ops_.reads > 20; });
+    ahead.cancel();
+    ops_.open_for = 1 << 30;
+    expect_soon([&] { return ahead.done(); });
+    const int before = ops_.reads;
+    EXPECT_LT(before, kPages);
+    expect_rows();
+    EXPECT_LE(ops_.reads, kPages + 80) << "what had arrived is there";
+    table_.reset();
+    store_->close();
+    store_ = open_now();
+    table_ = store_->table("t");
+    ops_.reads = 0;
+  }
+}
+
+TEST_F(PrefetchInPartsTest, ClosingEndsBothThreads) {
+  ops_.open_for = 20;
+  const Prefetch ahead = table_->prefetch(every_other_page());
+  expect_soon([&] { return ops_.reads > 20; });
+  std::thread closes([&] { store_->close(); });
+  ops_.open_for = 1 << 30;
+  closes.join();
+  EXPECT_TRUE(ahead.done());
 }
 
 }  // namespace

@@ -1397,6 +1397,34 @@ TEST_F(StoreTest, TheIndexOfALongLogStaysInItsShareOfMemory) {
   EXPECT_EQ(back.back(), std::byte{1});
 }
 
+TEST_F(StoreTest, TheLogIsMovedOnOnceMostOfItIsLaterVersionsOfItsPages) {
+  constexpr std::int64_t kPages = 1'000;  // 4 MiB
+  Store store = Store::open(path(), {.memory = 64 << 20, .threads = 2, .log_limit = 64U << 20});
+  Table table = store.create("t", {.rows = 20 * kPages, .dim = 4096, .dtype = DType::kUInt8});
+  const std::vector<std::byte> some(kPages * 4096, std::byte{1});
+  const auto change = [&](std::int64_t part) {
+    table.scatter(range(part * kPages, (part + 1) * kPages), some);
+    store.commit();
+  };
+  const auto moved_on = [&](std::uint64_t to) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (store.log_stats().pages > to && std::chrono::steady_clock::now() < end)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return store.log_stats().pages <= to;
+  };
+  for (std::int64_t part = 0; part < 20; ++part) change(part);  // first writes, which are in place
+  store.checkpoint();
+  for (int version = 0; version < 4; ++version) change(0);
+  EXPECT_TRUE(moved_on(0)) << "four versions of each page";
+  // Pages that were logged once stay until the log is nearly full, although an eighth of it is used.
+  const std::uint64_t applied = store.log_stats().applied_pages;
+  for (std::int64_t part = 1; part <= 10; ++part) change(part);
+  EXPECT_EQ(store.log_stats().pages, 10'000U);
+  EXPECT_EQ(store.log_stats().applied_pages, applied);
+  for (std::int64_t part = 11; part <= 14; ++part) change(part);
+  EXPECT_TRUE(moved_on(4'000)) << "three quarters of the limit";
+}
+
 TEST_F(StoreTest, PagesChangedAgainAndAgainCountOnceForTheIndexOfTheLog) {
   Store store = Store::open(path(), {.memory = 8 << 20, .threads = 2, .log_limit = 1ULL << 30});
   Table table = store.create("t", {.rows = 50'000, .dim = 4096, .dtype = DType::kUInt8});  // the index has room for 32,768 pages

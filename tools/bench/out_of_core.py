@@ -549,7 +549,7 @@ class Contest:
         fits = stores.Embermap.budget(field.shape.memory) // 4096 // 3
         rows = min(settings.batch, max(64, fits))
         stream = workload.Stream(field.shape.rows, case.dim, "uniform", rows, seed=3)
-        shares, reads = [], []
+        shares, reads, waited, slower = [], [], [], []
         for number in range(settings.rounds):
             self.cold(stores.Embermap, worker)
             pages = stores.Embermap.budget(field.shape.memory) // 4096
@@ -565,6 +565,8 @@ class Contest:
             )
             shares.append(found["compute"] / found["loop"])
             reads.append(found["reads"] / found["compute"])
+            waited.append(found["waited"] / found["loop"])
+            slower.append(found["computed"] / found["compute"])
         field.results.add(
             {
                 "case": case.name,
@@ -574,6 +576,8 @@ class Contest:
                 "value": statistics.median(shares),
                 "rounds": shares,
                 "reads_of_compute": reads,  # 1 where the computing takes as long as the reads
+                "waited": waited,  # share of the loop that went by in its gathers
+                "compute_beside_reads": slower,  # of its time alone: cores and memory are shared
             }
         )
 

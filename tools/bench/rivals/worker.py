@@ -277,55 +277,64 @@ class _Server:
         return {"rows": done, "bytes": done * self.shape.width * 4, "seconds": spent}
 
     def prefetch_loop(
-        self, stream: Stream, first: int, seconds: float, most: int = 32
+        self, stream: Stream, first: int, seconds: float, turns: int = 4, most: int = 16
     ) -> dict[str, float]:
         """A training loop of embermap, whose computing takes as long as its reads.
 
-        Measured on batches of their own each: the gathers alone; the computing alone, a fixed
-        amount of work on one core, half of it before the loop and half after it, for a machine's
-        pace changes; and the loop that gathers, prefetches the next batch, and does the same work.
-        Each has as many batches as are read in `seconds`, 8 to `most`: a disk's pace changes too.
-        Times in seconds.
+        In turns, on batches of their own each, so that a disk or a machine whose pace changes has
+        changed for all three: the gathers alone; the computing alone, a fixed amount of work on one
+        core that takes as long as these gathers just did, half of it before the loop and half after
+        it; and the loop that gathers, prefetches the next batch, and does the same work. A turn has
+        as many batches, 4 to `most`, as are read in its share of `seconds`. Times in seconds;
+        "waited" is what the loop spent in its gathers, "computed" in its work.
         """
         store: Any = self.store
-        ids = [stream.ids_of(number) for number in range(first, first + 2 * most + 1)]
+        ids = [stream.ids_of(number) for number in range(first, first + turns * (2 * most + 1))]
         empty = np.empty((0, 0), np.float32)
         batches = [Batch(i, empty, i, i, empty) for i in ids]
-        began, count, reads = time.perf_counter(), 0, 0.0
-        while count < most and (count < 8 or reads < seconds):
-            store.gather(batches[count])
-            count += 1
-            reads = time.perf_counter() - began
-
-        # Tried for as long as all reads took: a shorter trial meets too little of what else runs.
         work = np.random.default_rng(0).random(1 << 14, np.float32)
-        began, units = time.perf_counter(), 0
-        while time.perf_counter() - began < max(0.2, reads):
-            np.sin(work)
-            units += 1
-        per_batch = max(1, round(units * (reads / count) / (time.perf_counter() - began)))
 
-        def compute() -> None:
-            for _ in range(per_batch):
-                np.sin(work)
-
-        def compute_alone(times: int) -> float:
+        def compute(units: int) -> float:
             began = time.perf_counter()
-            for _ in range(times):
-                compute()
+            for _ in range(units):
+                np.sin(work)
             return time.perf_counter() - began
 
-        alone = compute_alone(count // 2)
-        store.prefetch(ids[count])
-        compute()
-        began = time.perf_counter()
-        for number in range(count, 2 * count):
-            store.gather(batches[number])
-            store.prefetch(ids[number + 1])
-            compute()
-        loop = time.perf_counter() - began
-        alone += compute_alone(count - count // 2)
-        return {"loop": loop, "compute": alone, "reads": reads}
+        units = 64
+        pace = units / compute(units)  # units a second
+        pace = max(1.0, 0.2 * pace) / compute(max(1, round(0.2 * pace)))
+        found = dict.fromkeys(("loop", "compute", "reads", "waited", "computed"), 0.0)
+        at, count = 0, 0
+        for turn in range(turns):
+            read, reads = 0, 0.0
+            while read < count or (
+                turn == 0 and read < most and (read < 4 or reads < seconds / turns)
+            ):
+                began = time.perf_counter()
+                store.gather(batches[at + read])
+                reads += time.perf_counter() - began
+                read += 1
+            count = read
+            at += count
+            per_batch = max(1, round(pace * reads / count))
+            alone = compute(count // 2 * per_batch)
+            store.prefetch(ids[at])
+            compute(per_batch)
+            began = time.perf_counter()
+            for number in range(at, at + count):
+                start = time.perf_counter()
+                store.gather(batches[number])
+                found["waited"] += time.perf_counter() - start
+                store.prefetch(ids[number + 1])
+                found["computed"] += compute(per_batch)
+            found["loop"] += time.perf_counter() - began
+            store.gather(batches[at + count])  # prefetched: nothing is left promised
+            at += count + 1
+            alone += compute((count - count // 2) * per_batch)
+            pace = count * per_batch / alone
+            found["compute"] += alone
+            found["reads"] += reads
+        return found
 
     def memory(self) -> dict[str, int]:
         return {name: confine.memory_of_process(name) for name in ("VmHWM", "VmRSS", "RssAnon")}
