@@ -160,6 +160,7 @@ void Store::Impl::look(bool accept_unclean) {
       throw log_error(core_->path / kLogName,
                       how_headers_were_cut(File::open(core_->path / kLogName, File::Mode::kRead, core_->ops)), manifest.commit);
     if (whole) {
+      const Tables before = tables_;  // a table that is gone must not go before its lock
       const auto still = stand_still();
       std::erase_if(tables_, [&](const auto& item) {
         const auto listed = manifest.tables.find(item.first);

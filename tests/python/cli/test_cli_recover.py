@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,8 +155,9 @@ def test_recover_says_that_the_log_is_missing(
     assert re.fullmatch(why, plan["log_gone"])
     why = plan["log_gone"]
     assert cli.ok("recover", "--dry-run", "s", cwd=tmp_path).out == (
-        f"s: at commit 1; the redo log is gone or damaged, which had later commits: {why}. Bring s/redo.log "
-        "back from a copy to have them; 'embermap recover' without --dry-run takes the tables as "
+        f"s: at commit 1; the redo log is gone or damaged, which had later commits: {why}. "
+        "Bring s/redo.log back from a copy to have them; 'embermap recover' without --dry-run "
+        "takes the tables as "
         "they are, which may mix rows of several commits\n"
     )
     assert tree(store) == before
