@@ -14,6 +14,7 @@
 #include "base/size_text.hpp"
 #include "io/addition.hpp"
 #include "io/formats.hpp"
+#include "io/hdf5.hpp"
 #include "io/npy.hpp"
 #include "io/safetensors.hpp"
 #include "io/zip.hpp"
@@ -183,34 +184,27 @@ class TorchArrays final : public ArraysInTurn {
   std::uint64_t number_ = 0;
 };
 
-// The writer of single datasets adds each to a file under a temporary name: what is there already is copied with each.
 class Hdf5Arrays final : public ArraysInTurn {
  public:
   Hdf5Arrays(const Location& location, const std::vector<ArrayShape>& arrays, const WriteOptions& options)
-      : ArraysInTurn{location, arrays, options}, temporary_{TemporaryFile::create(location.file, options.overwrite)} {
-    // Small ones first: they are copied most often.
-    std::stable_sort(order_.begin(), order_.end(),
-                     [&](std::size_t a, std::size_t b) { return bytes_of(arrays[a]) < bytes_of(arrays[b]); });
-    path_ = temporary_.file().path();
-    temporary_.file().ops().unlink(path_.c_str());  // the name stays ours: it is random
-  }
+      : ArraysInTurn{location, arrays, options}, temporary_{TemporaryFile::create(location.file, options.overwrite)} {}
 
  private:
   void begin(const ArrayShape& array) override {
     WriteOptions options = options_;
-    options.overwrite = false;
     options.attributes = array.attributes;
-    writer_ = create_hdf5_rows(Location{path_, array.name, Location::Format::kHdf5}, array.rows, array.dim, array.dtype, options);
+    writer_ = create_hdf5_rows_in(temporary_, first_, array.name, array.rows, array.dim, array.dtype, options);
+    first_ = false;
   }
   void write(std::uint64_t rows, std::span<const std::byte> bytes) override { writer_->write(rows, bytes.data()); }
   void end() override {
-    writer_->finish();  // synced, under the temporary name
+    writer_->finish();
     writer_.reset();
   }
   void complete() override { temporary_.commit(); }
 
   TemporaryFile temporary_;
-  std::filesystem::path path_;
+  bool first_ = true;
   std::unique_ptr<RowWriter> writer_;
 };
 
@@ -265,6 +259,7 @@ std::vector<CopyResult> copy_arrays(const std::vector<RowOrigin>& origins, const
   if (options.resume) throw InvalidArgument("a copy of several arrays cannot be gone on with; copy them one by one");
   if (!options.vocabulary.empty() && options.vocabulary != "none")
     throw InvalidArgument("a copy of several arrays takes no words along");
+  for (const RowOrigin& origin : origins) check_companions(origin.file, destination.file, options.rows.order, {});
   std::vector<std::unique_ptr<SelectedRows>> rows;
   std::vector<ArrayShape> arrays;
   std::vector<CopyResult> results;
@@ -305,6 +300,7 @@ std::vector<CopyResult> copy_arrays(const std::vector<RowOrigin>& origins, const
               });
     out.finish();
     results[i].report = rows[i]->report();
+    results[i].remarks = reader.remarks();
     before += reader.rows();
   }
   if (options.before_finish) options.before_finish();
@@ -315,12 +311,17 @@ std::vector<CopyResult> copy_arrays(const std::vector<RowOrigin>& origins, const
     if (inverse) inverse->withdraw();
     throw;
   }
+  before = 0;
   if (options.check)
     for (std::size_t i = 0; i < origins.size(); ++i) {
       SelectedRows again(origins[i], options.rows, options.dtype, WordSink{}, options.memory / 4);
       const Location one{destination.file, names[i], destination.format};
       check_written(again.reader(), *open_written(one, results[i].to, results[i].dim), /*bits=*/true,
-                    fmt::format("{}:{}", destination.file.native(), names[i]), options.memory / 2);
+                    fmt::format("{}:{}", destination.file.native(), names[i]), options.memory / 2,
+                    [&](std::uint64_t done, std::uint64_t) {
+                      if (options.progress) options.progress(before + done, all);
+                    });
+      before += results[i].rows;
     }
   return results;
 }

@@ -15,6 +15,7 @@
 #include "io/elements.hpp"
 #include "io/partial_rows.hpp"
 #include "io/row_range.hpp"
+#include "io/same_file.hpp"
 
 namespace embermap {
 namespace {
@@ -198,8 +199,9 @@ std::unique_ptr<RowReader> open_written(const Location& destination, DType writt
   return open_rows(location, reading);
 }
 
-void check_written(RowReader& source, RowReader& written, bool bits, const std::string& destination, std::uint64_t memory) {
-  const RowDifference found = compare_rows(source, written, bits, memory, {});
+void check_written(RowReader& source, RowReader& written, bool bits, const std::string& destination, std::uint64_t memory,
+                   const Progress& progress) {
+  const RowDifference found = compare_rows(source, written, bits, memory, progress);
   if (!found.same())
     throw CorruptError(
         fmt::format("{}: read back, {} elements in {} rows are not what was written; the first is row {}, column {}",
@@ -207,35 +209,30 @@ void check_written(RowReader& source, RowReader& written, bool bits, const std::
 }
 
 void check_not_source(const std::filesystem::path& source, const Location& destination) {
-  std::error_code ignored;
-  if (std::filesystem::equivalent(source, destination.file, ignored))
+  if (same_file(source, destination.file))
     throw InvalidArgument(fmt::format("{} is both source and destination", printable(destination.file)));
 }
 
-namespace {
-
-bool same_place(const std::filesystem::path& a, const std::filesystem::path& b) {
-  std::error_code ignored;
-  return a.lexically_normal() == b.lexically_normal() || std::filesystem::equivalent(a, b, ignored);
-}
-
-// What a copy reads must not be what it writes beside its rows.
-void check_companions(const RowOrigin& origin, const Location& destination, const CopyOptions& options) {
-  if (options.rows.order.empty()) return;
-  const std::filesystem::path order = parse_location(options.rows.order.native()).file;
-  const std::filesystem::path back = order_beside(destination.file);
-  for (const std::filesystem::path& read : {origin.file, order})
-    if (same_place(back, read))
+void check_companions(const std::filesystem::path& source, const std::filesystem::path& destination,
+                      const std::filesystem::path& order_text, const std::string& vocabulary) {
+  if (order_text.empty()) return;  // else what words are is WordTransfer's
+  const std::filesystem::path order = parse_location(order_text.native()).file;
+  const std::filesystem::path back = order_beside(destination);
+  for (const std::filesystem::path& read : {source, order})
+    if (same_file(back, read))
       throw InvalidArgument(fmt::format("{}, where the way back goes, is what the copy reads", printable(back)));
-  if (!options.vocabulary.empty() && options.vocabulary != "none" && origin.has_words && same_place(options.vocabulary, order))
+  if (same_file(destination, order))
+    throw InvalidArgument(fmt::format("{} is the order, and would be replaced by the rows", printable(order)));
+  if (vocabulary.empty() || vocabulary == "none") return;
+  if (same_file(vocabulary, order))
     throw InvalidArgument(fmt::format("{} is the order; words need a file of their own", printable(order)));
+  if (same_file(vocabulary, back))
+    throw InvalidArgument(fmt::format("{}, where the way back goes, is the vocabulary", printable(back)));
 }
-
-}  // namespace
 
 CopyResult copy_file(const RowOrigin& origin, const Location& destination, const CopyOptions& options) {
   const RowSelection& selection = options.rows;
-  check_companions(origin, destination, options);
+  check_companions(origin.file, destination.file, selection.order, options.vocabulary);
   if (options.resume && origin.several_files)
     throw InvalidArgument(
         fmt::format("{}: its rows may lie in other files; such a copy cannot be gone on with", printable(origin.file)));
@@ -279,7 +276,6 @@ CopyResult copy_file(const RowOrigin& origin, const Location& destination, const
                     options.memory / 4);
     result.order = inverse->path();
   }
-  result.remarks = reader.remarks();
   WriteOptions writing{.overwrite = options.overwrite, .gzip = options.gzip, .words = words.source()};
   writing.sparse = reader.sparse();
   writing.attributes = options.attributes;
@@ -326,10 +322,11 @@ CopyResult copy_file(const RowOrigin& origin, const Location& destination, const
     complete(*writer);
   }
   result.vocabulary = words.written();
+  result.remarks = reader.remarks();  // also of what was found in the rows
   if (options.check) {
     rows.emplace(origin, selection, options.dtype, WordSink{}, options.memory / 4);
     const std::unique_ptr<RowReader> after = open_written(destination, result.to, result.dim);
-    check_written(rows->reader(), *after, !words_out, destination.file.native(), options.memory / 2);
+    check_written(rows->reader(), *after, !words_out, destination.file.native(), options.memory / 2, options.progress);
   }
   return result;
 }

@@ -47,8 +47,9 @@ struct CopyOptions {
   RowSelection rows = {};
   bool overwrite = false;
   int gzip = -1;
-  std::string vocabulary = {};                                       // as WordTransfer::Options has it
-  bool check = false;                                                // reads back what was written, and compares
+  std::string vocabulary = {};  // as WordTransfer::Options has it
+  // Reads back what was written, and compares; `progress` is called once more for that, and what it throws leaves the new file.
+  bool check = false;
   std::vector<std::pair<std::string, std::string>> attributes = {};  // see WriteOptions
   bool resume = false;  // goes on with a copy that was interrupted, and lets this one be gone on with
   std::uint64_t memory = 256ULL << 20;
@@ -97,7 +98,15 @@ void check_selection(const RowSelection& selection, std::uint64_t rows);
 std::unique_ptr<RowReader> open_written(const Location& destination, DType written, std::uint64_t dim);
 
 // Throws CorruptError naming the first element that differs. `bits`: of text, values alone are compared.
-void check_written(RowReader& source, RowReader& written, bool bits, const std::string& destination, std::uint64_t memory);
+// `progress` may throw to stop.
+void check_written(RowReader& source, RowReader& written, bool bits, const std::string& destination, std::uint64_t memory,
+                   const Progress& progress);
+
+// What a copy reads must not be what it writes, and what it writes beside its rows needs files of its own: throws InvalidArgument
+// naming the file, whatever names it has. `order` and `vocabulary` as RowSelection and CopyOptions have them; `destination`: the
+// file of the rows, or STORE/TABLE. (Words alone are looked at by WordTransfer.)
+void check_companions(const std::filesystem::path& source, const std::filesystem::path& destination,
+                      const std::filesystem::path& order, const std::string& vocabulary);
 
 // Throws InvalidArgument where `destination` is `source` itself, by whatever name, and would be read while it is made.
 void check_not_source(const std::filesystem::path& source, const Location& destination);

@@ -60,6 +60,18 @@ void pick(const std::byte* in, std::uint64_t count, std::uint64_t item, std::uin
 
 }  // namespace
 
+ElementFormat integer_bits(std::uint64_t bytes, bool swap) {
+  return {bytes == 2 ? DType::kFloat16 : bytes == 4 ? DType::kInt32 : DType::kInt64, swap, false};
+}
+
+std::optional<NamedInteger> integer_named(std::string_view name, bool swap) {
+  if (name == "int16") return NamedInteger{integer_bits(2, swap), true};
+  if (name == "uint16") return NamedInteger{integer_bits(2, swap), false};
+  if (name == "uint32") return NamedInteger{integer_bits(4, swap), false};
+  if (name == "uint64") return NamedInteger{integer_bits(8, swap), false};
+  return std::nullopt;
+}
+
 void decode_elements(const ElementFormat& format, std::byte* data, std::uint64_t count) {
   if (format.boolean)
     for (std::uint64_t i = 0; i < count; ++i) data[i] = data[i] == std::byte{0} ? std::byte{0} : std::byte{1};

@@ -24,6 +24,15 @@ struct ElementFormat {
   bool boolean = false;  // one byte: 0 stays 0, every other value becomes 1
 };
 
+// Of an integer of 2, 4 or 8 bytes that is none of a table's, for ReadOptions::integers: its bits.
+ElementFormat integer_bits(std::uint64_t bytes, bool swap);
+// The same by its name, "uint32"; nothing for names of others.
+struct NamedInteger {
+  ElementFormat bits;
+  bool is_signed = false;
+};
+std::optional<NamedInteger> integer_named(std::string_view name, bool swap);
+
 // Turns `count` elements as read from the file into elements of format.dtype, in place.
 void decode_elements(const ElementFormat& format, std::byte* data, std::uint64_t count);
 

@@ -299,6 +299,9 @@ ElementType describe_type(hid_t type) {
         is(DType::kInt32);
       } else if (is_signed && bytes == 8) {
         is(DType::kInt64);
+      } else if (bytes == 2 || bytes == 4 || bytes == 8) {
+        out.integer = integer_bits(bytes, swap);
+        out.is_signed = is_signed;
       }
       break;
     }

@@ -19,6 +19,7 @@
 #include "io/describe_hdf5.hpp"
 #include "io/elements.hpp"
 #include "io/file.hpp"
+#include "io/rows.hpp"
 
 namespace embermap::hdf5 {
 
@@ -110,6 +111,8 @@ ObjectKind object_at(hid_t file, const std::filesystem::path& name, const std::s
 // The type of an element, as far as tables are concerned.
 struct ElementType {
   std::optional<ElementFormat> element;  // of the base type; empty: not one that a table can hold
+  std::optional<ElementFormat> integer;  // the bits of an integer that a table does not hold, for ReadOptions::integers
+  bool is_signed = false;                // of that
   bool two_bytes = false;                // opaque, 2 bytes, not tagged: bfloat16 if the caller says so
   std::vector<std::uint64_t> array;      // of an array type
   bool compound = false;
@@ -127,3 +130,12 @@ std::vector<Hdf5Filter> filters_of(hid_t creation);
 void register_lzf();
 
 }  // namespace embermap::hdf5
+
+namespace embermap {
+
+// As create_hdf5_rows(), into a file under a temporary name that its owner completes when all datasets are in it; `first`: it is
+// new. One writer at a time, and `file` outlives it.
+std::unique_ptr<RowWriter> create_hdf5_rows_in(TemporaryFile& file, bool first, const std::string& name, std::uint64_t rows,
+                                               std::uint64_t dim, DType dtype, const WriteOptions& options);
+
+}  // namespace embermap

@@ -101,7 +101,8 @@ class Listing {
     found.path = path;
     found.text = fmt::format("{} {}", element.text, simple ? shape_to_text(shape) : "without data");
     shape.insert(shape.end(), element.array.begin(), element.array.end());
-    const bool numeric = element.element || (element.two_bytes && options_.dtype == DType::kBFloat16);
+    const bool numeric =
+        element.element || (element.two_bytes && options_.dtype == DType::kBFloat16) || (element.integer && options_.integers);
     found.numeric = simple && numeric && !shape.empty() && std::find(shape.begin() + 1, shape.end(), 0U) == shape.end();
     found.dimensions = shape.size();
     found_.push_back(std::move(found));
@@ -274,8 +275,9 @@ struct ExternalLink {
   std::string at, file, object, rest;  // `rest`: what of the path comes behind it
 };
 
-// The first external link on the way to `path` in an open file, if there is one.
-std::optional<ExternalLink> external_link_on(hid_t file, const std::string& path) {
+// The first external link on the way to `path` in an open file, if there is one; also behind soft links on that way.
+std::optional<ExternalLink> external_link_on(hid_t file, const std::string& path, int depth = 0) {
+  if (depth == kDeepest) return std::nullopt;
   const Session quiet;
   const PropertyId access = link_access(H5P_LINK_ACCESS);
   for (std::size_t at = path.find_first_not_of('/'); at < path.size();) {
@@ -293,7 +295,15 @@ std::optional<ExternalLink> external_link_on(hid_t file, const std::string& path
         return std::nullopt;
       return ExternalLink{prefix, target, object, path.substr(end)};
     }
-    if (H5Oexists_by_name(file, prefix.c_str(), access.id()) <= 0) return std::nullopt;
+    if (H5Oexists_by_name(file, prefix.c_str(), access.id()) <= 0) {
+      if (link.type != H5L_TYPE_SOFT) return std::nullopt;
+      std::string value(link.u.val_size, '\0');
+      if (value.empty() || H5Lget_val(file, prefix.c_str(), value.data(), value.size(), access.id()) < 0) return std::nullopt;
+      const std::string target(value.c_str());
+      // Seen from the group that the link is in.
+      const std::string resolved = target.starts_with('/') ? target : prefix.substr(0, prefix.rfind('/') + 1) + target;
+      return external_link_on(file, with_slash(resolved) + path.substr(end), depth + 1);
+    }
     at = path.find_first_not_of('/', end);
   }
   return std::nullopt;
@@ -464,7 +474,7 @@ class Hdf5RowReader final : public RowReader {
     if (!allows_) {
       try {
         return object_at(file_.id(), location_, path);
-      } catch (const FormatError&) {
+      } catch (const Error&) {
         if (!external_link_on(file_.id(), path)) throw;
         throw FormatError(location_, fmt::format("{} is an external link to {}; reading other files through it has to be allowed "
                                                  "(allow_external, files below its own folder only; follow_links, any)",
@@ -551,7 +561,10 @@ class Hdf5RowReader final : public RowReader {
     }
     type_text_ = type.text;
     inner_ = type.array;
-    if (type.element) {
+    if (options.integers && type.integer) {
+      *options.integers = {true, type.is_signed};
+      element_ = *type.integer;
+    } else if (type.element) {
       element_ = *type.element;
       check_requested_dtype(where_, element_.dtype, options.dtype);
     } else if (type.two_bytes && options.dtype == DType::kBFloat16) {

@@ -76,27 +76,35 @@ class Hdf5RowWriter final : public RowWriter {
       : path_{path},
         adds_{!location.selector.empty()},
         overwrite_{options.overwrite},
-        temporary_{TemporaryFile::create(location.file, existing || options.overwrite)},
+        own_{TemporaryFile::create(location.file, existing || options.overwrite)},
+        temporary_{&*own_},
         count_{fmt::format("{}:{}", printable(location.file), printable(path)), rows},
         dim_{dim},
         row_bytes_{checked_mul(dim, item_size(dtype), "bytes of a row")},
         type_{file_type(dtype)} {
     const Session quiet;
-    if (existing) {
-      file_ = copy_of_target(temporary_);
-    } else {
-      const PropertyId access = writing_access();
-      file_ = FileId{H5Fcreate(temporary_.file().path().c_str(), H5F_ACC_TRUNC, H5P_DEFAULT, access.id())};
-      if (!file_) throw_last(temporary_.target(), "cannot create");
-    }
-    create_dataset(rows, options);
-    for (const auto& [name, value] : options.attributes) write_attribute(name, value);
-    if (!layout_.chunk.empty() || rows == 0) return;
-    // Rows in one piece go past the library, to the place that it has given them.
-    bytes_ = rows * row_bytes_;
-    const haddr_t begin = H5Dget_offset(dataset_.id());
-    if (begin == HADDR_UNDEF) fail("cannot find the place of");
-    out_.emplace(temporary_.file(), begin, options.sparse && !existing ? begin : UINT64_MAX);
+    if (existing)
+      file_ = copy_of_target(*temporary_);
+    else
+      open_temporary(/*first=*/true);
+    begin(rows, options, existing);
+  }
+
+  // One dataset of several in a temporary file of the caller's, who completes it: see create_hdf5_rows_in().
+  Hdf5RowWriter(TemporaryFile& file, bool first, const std::string& path, std::uint64_t rows, std::uint64_t dim, DType dtype,
+                const WriteOptions& options)
+      : path_{path},
+        adds_{true},
+        overwrite_{false},
+        temporary_{&file},
+        count_{fmt::format("{}:{}", printable(file.target()), printable(path)), rows},
+        dim_{dim},
+        row_bytes_{checked_mul(dim, item_size(dtype), "bytes of a row")},
+        type_{file_type(dtype)} {
+    const Session quiet;
+    open_temporary(first);
+    if (!first) (void)check_place(file_);
+    begin(rows, options, !first);
   }
 
   void write(std::uint64_t count, const std::byte* rows) override {
@@ -128,39 +136,58 @@ class Hdf5RowWriter final : public RowWriter {
       const Session quiet;
       if (H5Fflush(file_.id(), H5F_SCOPE_LOCAL) < 0 || !dataset_.close() || !file_.close()) fail("cannot finish");
     }
-    temporary_.file().sync();  // the long part of commit(), before others have to wait
+    if (!own_) return;          // the caller's
+    temporary_->file().sync();  // the long part of commit(), before others have to wait
     // Taken outside of a Session: its holder may need one. Not taken before: rows come as slowly as the caller likes, and may
     // come to several writers of one file in turn.
-    const FolderLock alone(temporary_.target());
+    const FolderLock alone(temporary_->target());
     constexpr int kAttempts = 100;
     for (int attempt = 0; adds_ && target_changed(); ++attempt) {
       if (attempt == kAttempts)
         throw AlreadyExists(
             fmt::format("{} was changed by someone else again and again while {} was written; it is left as it is now",
-                        printable(temporary_.target()), printable(path_)));
+                        printable(temporary_->target()), printable(path_)));
       move_into_copy_of_target();
     }
-    temporary_.commit();
+    temporary_->commit();
   }
 
  private:
+  void open_temporary(bool first) {
+    const PropertyId access = writing_access();
+    const char* const name = temporary_->file().path().c_str();
+    file_ = FileId{first ? H5Fcreate(name, H5F_ACC_TRUNC, H5P_DEFAULT, access.id()) : H5Fopen(name, H5F_ACC_RDWR, access.id())};
+    if (!file_) throw_last(temporary_->target(), "cannot create");
+  }
+
+  void begin(std::uint64_t rows, const WriteOptions& options, bool existing) {
+    create_dataset(rows, options);
+    for (const auto& [name, value] : options.attributes) write_attribute(name, value);
+    if (!layout_.chunk.empty() || rows == 0) return;
+    // Rows in one piece go past the library, to the place that it has given them.
+    bytes_ = rows * row_bytes_;
+    const haddr_t begin = H5Dget_offset(dataset_.id());
+    if (begin == HADDR_UNDEF) fail("cannot find the place of");
+    out_.emplace(temporary_->file(), begin, options.sparse && !existing ? begin : UINT64_MAX);
+  }
+
   [[noreturn]] void fail(std::string_view what) const {
-    throw_last(temporary_.target(), fmt::format("{} {}", what, printable(path_)));
+    throw_last(temporary_->target(), fmt::format("{} {}", what, printable(path_)));
   }
 
   // Whether the file is another one than was copied, or one was made where none was.
   bool target_changed() const {
-    const auto now = status_of(temporary_.target());
+    const auto now = status_of(temporary_->target());
     if (!source_.is_open()) return now.has_value();
     if (!now)
       throw NotFound(
-          fmt::format("{} was removed by someone else while {} was written", printable(temporary_.target()), printable(path_)));
+          fmt::format("{} was removed by someone else while {} was written", printable(temporary_->target()), printable(path_)));
     return !unchanged(*now, source_status_);
   }
 
   // Throws unless the dataset may be put into the open file `old`. Returns whether it replaces one.
   bool check_place(const FileId& old) const {
-    const std::filesystem::path& target = temporary_.target();
+    const std::filesystem::path& target = temporary_->target();
     for (std::size_t slash = path_.find('/', 1); slash != std::string::npos; slash = path_.find('/', slash + 1)) {
       const std::string group = path_.substr(0, slash);
       const ObjectKind kind = object_at(old.id(), target, group);
@@ -181,7 +208,7 @@ class Hdf5RowWriter final : public RowWriter {
   // Copies the file that is there into `copy` and opens that, without a dataset in the place of ours. Remembers which file it
   // was.
   FileId copy_of_target(TemporaryFile& copy) {
-    const std::filesystem::path& target = temporary_.target();
+    const std::filesystem::path& target = temporary_->target();
     bool replaces = false;
     for (;;) {
       source_ = File::open(target, File::Mode::kRead);
@@ -210,18 +237,19 @@ class Hdf5RowWriter final : public RowWriter {
 
   // The finished dataset, out of our file into a copy of the one that is there now, which becomes ours.
   void move_into_copy_of_target() {
-    TemporaryFile newer = TemporaryFile::create(temporary_.target(), /*overwrite=*/true);
+    TemporaryFile newer = TemporaryFile::create(temporary_->target(), /*overwrite=*/true);
     {
       const Session quiet;
       FileId to = copy_of_target(newer);
       const PropertyId access = writing_access(), links{H5Pcreate(H5P_LINK_CREATE)};
-      FileId from{H5Fopen(temporary_.file().path().c_str(), H5F_ACC_RDONLY, access.id())};
+      FileId from{H5Fopen(temporary_->file().path().c_str(), H5F_ACC_RDONLY, access.id())};
       if (!from || !links || H5Pset_create_intermediate_group(links.id(), 1) < 0 ||
           H5Ocopy(from.id(), path_.c_str(), to.id(), path_.c_str(), H5P_DEFAULT, links.id()) < 0 ||
           H5Fflush(to.id(), H5F_SCOPE_LOCAL) < 0 || !to.close() || !from.close())
         fail("cannot copy");
     }
-    temporary_ = std::move(newer);
+    own_ = std::move(newer);
+    temporary_ = &*own_;
   }
 
   void create_dataset(std::uint64_t rows, const WriteOptions& options) {
@@ -259,8 +287,8 @@ class Hdf5RowWriter final : public RowWriter {
         fail("cannot create");
     } else {
       const std::uint64_t end =
-          checked_add(temporary_.file().size(), checked_mul(rows, row_bytes_, "bytes of the table"), "bytes of the file");
-      if (!options.sparse) temporary_.file().reserve(end);
+          checked_add(temporary_->file().size(), checked_mul(rows, row_bytes_, "bytes of the table"), "bytes of the file");
+      if (!options.sparse) temporary_->file().reserve(end);
       if (H5Pset_layout(creation.id(), H5D_CONTIGUOUS) < 0 || H5Pset_alloc_time(creation.id(), H5D_ALLOC_TIME_EARLY) < 0 ||
           H5Pset_fill_time(creation.id(), H5D_FILL_TIME_NEVER) < 0)
         fail("cannot create");
@@ -275,7 +303,7 @@ class Hdf5RowWriter final : public RowWriter {
     constexpr std::size_t kLongest = 60000;  // an attribute lies in a header of at most 64 KiB
     if (name.empty() || value.size() > kLongest)
       throw InvalidArgument(fmt::format("{}:{}: an attribute '{}' of {} bytes cannot be written (at most {})",
-                                        printable(temporary_.target()), printable(path_), printable(name), value.size(),
+                                        printable(temporary_->target()), printable(path_), printable(name), value.size(),
                                         kLongest));
     std::int64_t number = 0;
     const auto [end, error] = std::from_chars(value.data(), value.data() + value.size(), number);
@@ -342,7 +370,8 @@ class Hdf5RowWriter final : public RowWriter {
   bool adds_, overwrite_;  // adds_: to what is in the file; else the file is ours alone
   File source_;            // the file that was copied, if there was one to add to
   struct stat source_status_ {};
-  TemporaryFile temporary_;  // before the handles: they have to be closed when it is removed
+  std::optional<TemporaryFile> own_;  // before the handles: they have to be closed when it is removed
+  TemporaryFile* temporary_;          // that, or the caller's
   RowCount count_;
   std::uint64_t dim_, row_bytes_;
   FileId file_;
@@ -379,6 +408,12 @@ std::unique_ptr<RowWriter> create_hdf5_rows(const Location& location, std::uint6
     if (!there()) throw;
   }
   return create(true);  // made by someone else just now
+}
+
+std::unique_ptr<RowWriter> create_hdf5_rows_in(TemporaryFile& file, bool first, const std::string& name, std::uint64_t rows,
+                                               std::uint64_t dim, DType dtype, const WriteOptions& options) {
+  const std::string path = dataset_path(Location{file.target(), name, Location::Format::kHdf5});
+  return std::make_unique<Hdf5RowWriter>(file, first, path, rows, dim, dtype, options);
 }
 
 }  // namespace embermap

@@ -107,6 +107,9 @@ class NpyRowReader final : public RowReader {
       element.boolean = true;
     } else if (const std::optional<DType> native = dtype_of_npy_descr(kind)) {
       element.dtype = *native;
+    } else if (options.integers && (kind == "i2" || kind == "u2" || kind == "u4" || kind == "u8")) {
+      *options.integers = {true, kind.front() == 'i'};
+      return integer_bits(static_cast<std::uint64_t>(kind.back() - '0'), element.swap);
     } else {
       throw DTypeError(fmt::format("{} holds '{}', which a table cannot; it holds {}", where_, printable(descr), table_dtypes()));
     }

@@ -32,54 +32,18 @@ std::uint64_t length_of(const std::filesystem::path& path, const std::vector<std
   return length;
 }
 
-// .npy: of every integer dtype, in either byte order.
-class NpyOrder final : public RowOrder {
- public:
-  explicit NpyOrder(File file) : file_{std::move(file)}, header_{read_npy_header(file_)} {
-    path_ = file_.path();
-    const std::string_view descr = header_.descr;
-    const std::string_view kind = descr.find_first_of("<>=|") == 0 ? descr.substr(1) : descr;
-    big_ = descr.starts_with('>');
-    if (!header_.fields.empty() || (kind != "i1" && kind != "i2" && kind != "i4" && kind != "i8" && kind != "u1" &&
-                                    kind != "u2" && kind != "u4" && kind != "u8"))
-      throw DTypeError(
-          fmt::format("{} holds {}; the numbers of an order of rows are integers", printable(path_), header_.dtype_text()));
-    signed_ = kind.front() == 'i';
-    size_ = length_of(path_, header_.shape);
-  }
-  void read(std::uint64_t first, std::span<std::uint64_t> out) override {
-    const std::uint64_t item = header_.item_bytes;
-    buffer_.resize(out.size() * item);
-    file_.read(header_.data_offset + first * item, buffer_);
-    for (std::size_t i = 0; i < out.size(); ++i) {
-      std::uint64_t value = 0;
-      for (std::uint64_t b = 0; b < item; ++b)
-        value = value << 8 | std::to_integer<std::uint64_t>(buffer_[i * item + (big_ ? b : item - 1 - b)]);
-      const bool negative = signed_ && (value >> (8 * item - 1) & 1U) != 0;
-      if (negative || value > kMost)
-        throw FormatError(path_, fmt::format("entry {} is no number of a row: {}", first + i,
-                                             negative ? "it is negative" : fmt::format("{}", value)));
-      out[i] = value;
-    }
-  }
-
- private:
-  File file_;
-  NpyHeader header_;
-  bool big_ = false, signed_ = false;
-  std::vector<std::byte> buffer_;
-};
-
-// Any other format of rows.
+// Of any format, and every integer dtype.
 class RowsOrder final : public RowOrder {
  public:
-  RowsOrder(const std::filesystem::path& file, const Location& location) : reader_{open_rows(location)} {
+  RowsOrder(const std::filesystem::path& file, const Location& location)
+      : integers_{std::make_shared<ReadOptions::Integers>()}, reader_{open_rows(location, reading())} {
     path_ = file;
-    if (is_floating(reader_->dtype()))
+    if (!integers_->other && is_floating(reader_->dtype()))
       throw DTypeError(fmt::format("{} holds {}; the numbers of an order of rows are integers", reader_->description(),
                                    dtype_name(reader_->dtype())));
     size_ = length_of(path_, {reader_->rows(), reader_->dim()});
     across_ = reader_->dim() > 1;
+    if (!integers_->other) integers_->is_signed = reader_->dtype() != DType::kUInt8;
   }
   void read(std::uint64_t first, std::span<std::uint64_t> out) override {
     const std::uint64_t item = item_size(reader_->dtype());
@@ -92,17 +56,28 @@ class RowsOrder final : public RowOrder {
       buffer_.resize(out.size() * item);
       reader_->read(first, out.size(), buffer_.data());
     }
-    std::vector<std::int64_t> wide(out.size());
-    ConversionReport ignored;
-    convert_elements(reader_->dtype(), buffer_.data() + (across_ ? first * item : 0), DType::kInt64,
-                     reinterpret_cast<std::byte*>(wide.data()), out.size(), ignored);
-    for (std::size_t i = 0; i < out.size(); ++i) {
-      if (wide[i] < 0) throw FormatError(path_, fmt::format("entry {} is no number of a row: {}", first + i, wide[i]));
-      out[i] = static_cast<std::uint64_t>(wide[i]);
+    const std::byte* at = buffer_.data() + (across_ ? first * item : 0);
+    for (std::size_t i = 0; i < out.size(); ++i, at += item) {
+      std::uint64_t value = 0;
+      std::memcpy(&value, at, item);  // little-endian, as this machine is
+      const bool negative = integers_->is_signed && (value >> (8 * item - 1) & 1U) != 0;
+      if (negative) value |= item == 8 ? 0 : ~std::uint64_t{0} << (8 * item);
+      if (negative || value > kMost)
+        throw FormatError(path_,
+                          fmt::format("entry {} is no number of a row: {}", first + i,
+                                      negative ? fmt::format("{}", static_cast<std::int64_t>(value)) : fmt::format("{}", value)));
+      out[i] = value;
     }
   }
 
  private:
+  ReadOptions reading() const {
+    ReadOptions out;
+    out.integers = integers_;
+    return out;
+  }
+
+  std::shared_ptr<ReadOptions::Integers> integers_;  // before the reader
   std::unique_ptr<RowReader> reader_;
   bool across_ = false;
   std::vector<std::byte> buffer_;
@@ -166,8 +141,6 @@ class TextOrder final : public RowOrder {
 std::unique_ptr<RowOrder> RowOrder::open(const std::filesystem::path& path) {
   if (path.extension() == ".txt") return std::make_unique<TextOrder>(File::open(path, File::Mode::kRead));
   const Location location = parse_location(path.native());
-  if (location.format == Location::Format::kNpy && location.selector.empty())
-    return std::make_unique<NpyOrder>(File::open(location.file, File::Mode::kRead));
   return std::make_unique<RowsOrder>(path, location);
 }
 

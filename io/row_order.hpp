@@ -14,7 +14,7 @@
 
 namespace embermap {
 
-// Numbers of rows in a file: one dimension, or two of which one is 1, of any integer dtype. A .npy may also hold int16, uint16,
+// Numbers of rows in a file of any format: one dimension, or two of which one is 1, of any integer dtype, also int16, uint16,
 // uint32 and uint64; a .txt has whole numbers with blanks or line ends between. Not thread-safe.
 class RowOrder {
  public:

@@ -99,6 +99,11 @@ Location parse_location(std::string_view text, const LocationOptions& options) {
     } else if (const FormatInfo* named = format_by_name(file)) {
       location.format = named->format;
     } else {
+      std::error_code ignored;
+      if (const auto kind = std::filesystem::status(location.file, ignored).type();
+          kind == std::filesystem::file_type::fifo || kind == std::filesystem::file_type::socket ||
+          kind == std::filesystem::file_type::character || kind == std::filesystem::file_type::block)
+        (void)File::open(location.file, File::Mode::kRead);  // says what it is
       throw_unknown(text, path_exists(location.file));
     }
     return location;

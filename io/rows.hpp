@@ -98,6 +98,13 @@ struct ReadOptions {
   std::uint64_t dim = 0;
   std::uint64_t offset = 0;  // raw files: how many bytes stand before the first row
   unsigned threads = 0;      // that decompress HDF5's chunks; 0: what the process may use, at most 16
+  // For numbers of rows. Set: integers that no table holds (int16, uint16, uint32, uint64) are read as well, as their bits in a
+  // dtype of that width (RowReader::dtype()), and what they are is put here.
+  struct Integers {
+    bool other = false;  // than the dtype says
+    bool is_signed = false;
+  };
+  std::shared_ptr<Integers> integers = {};
 };
 
 // What rows do not show of the array they come from.

@@ -43,7 +43,11 @@ class SafetensorsRowReader final : public RowReader {
     where_ = fmt::format("{}:{}", printable(named), printable(tensor.name));
     text_ = fmt::format("{}{}, safetensors, {} {}", where_, named == path ? "" : fmt::format(" in {}", printable(path)),
                         tensor.dtype_text(), shape_to_text(tensor.shape));
-    const std::optional<ElementFormat> element = tensor.element();
+    std::optional<ElementFormat> element = tensor.element();
+    if (const auto integer = integer_named(tensor.dtype_text(), /*swap=*/false); integer && !element && options.integers) {
+      *options.integers = {true, integer->is_signed};
+      element = integer->bits;
+    }
     if (!element)
       throw DTypeError(
           fmt::format("{} holds {}, which a table cannot; it holds {}", where_, tensor.dtype_text(), table_dtypes()));

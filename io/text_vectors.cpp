@@ -363,6 +363,19 @@ class TextVectorReader final : public RowReader {
 
   std::uint64_t block_rows() const override { return std::max<std::uint64_t>(1, 4_MiB / (dim_ * item_size(dtype_))); }
 
+  // Of the rows that were read so far.
+  std::vector<Remark> remarks() const override {
+    std::vector<Remark> out = remarks_;
+    if (rounded_ > 0)
+      out.push_back(
+          {fmt::format("{}: {} whole numbers have more digits than {} holds and were rounded, the first in line {}; read "
+                       "as int64{} they are exact",
+                       where_, rounded_.load(), dtype_name(dtype_), line_number(rounded_row_),
+                       dtype_ == DType::kFloat32 ? " or float64" : ""),
+           /*doubt=*/true});
+    return out;
+  }
+
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
     check_row_range(where_, first, count, rows_);
     if (count == 0) return;
@@ -568,17 +581,55 @@ class TextVectorReader final : public RowReader {
           }
           return;
         }
+        if constexpr (std::is_floating_point_v<T>)
+          if (next_ + i >= counted_ && has_large(numbers)) count_rounded<T>(i);
         if (!aligned) std::memcpy(to, row.data(), row_bytes);
       }
     });
     const std::uint64_t first = bad.load();
-    if (first == lines_.size()) return;
+    if (first == lines_.size()) {
+      counted_ = std::max(counted_, next_ + lines_.size());
+      return;
+    }
     std::vector<T> row(dim_);
     const std::string wrong = parse_text_row(lines_[first].text, dim_, row.data(), lines_[first].word);
     throw FormatError(file_.path(),
                       fmt::format("line {} {}{}", line_number(next_ + first),
                                   wrong.empty() ? fmt::format("has a word of more than {}", format_size(kLongestWord)) : wrong,
                                   next_ + first == 0 ? row_hint() : ""));
+  }
+
+  // Whether one of a row is so large that not every whole number is near it.
+  template <class T>
+  bool has_large(const T* numbers) const {
+    constexpr T kExact = static_cast<T>(std::uint64_t{1} << std::numeric_limits<T>::digits);
+    T largest = 0;
+    for (std::uint64_t column = 0; column < dim_; ++column) {
+      const T size = std::fabs(numbers[column]);
+      largest = size > largest ? size : largest;  // NaN is not
+    }
+    return largest >= kExact;
+  }
+
+  // Whole numbers of a line that are others as T.
+  template <class T>
+  void count_rounded(std::uint64_t line) {
+    std::string_view rest = without_end(lines_[line].text);
+    std::uint64_t found = 0;
+    for (std::uint64_t column = 0; column < dim_; ++column) {
+      std::string_view digits = take_last_field(rest);
+      if (digits.starts_with('-') || digits.starts_with('+')) digits.remove_prefix(1);
+      if (digits.empty() || digits.find_first_not_of("0123456789") != std::string_view::npos) continue;
+      std::uint64_t whole = 0;
+      const std::errc error = std::from_chars(digits.data(), digits.data() + digits.size(), whole).ec;
+      // Beyond 2^64 nothing else holds it either.
+      if (error == std::errc() && static_cast<long double>(static_cast<T>(whole)) != static_cast<long double>(whole)) ++found;
+    }
+    if (found == 0) return;
+    rounded_ += found;
+    std::uint64_t row = rounded_row_.load();
+    while (next_ + line < row && !rounded_row_.compare_exchange_weak(row, next_ + line)) {
+    }
   }
 
   void check_end() const {
@@ -599,6 +650,8 @@ class TextVectorReader final : public RowReader {
   std::uint64_t next_ = 0;  // row that begins at the stream's position
   std::vector<Line> lines_;
   std::size_t found_bytes_ = 0;
+  std::uint64_t counted_ = 0;  // rows whose rounded numbers are counted
+  std::atomic<std::uint64_t> rounded_{0}, rounded_row_{UINT64_MAX};
   ThreadPool pool_;
 };
 

@@ -207,7 +207,11 @@ class TorchRowReader final : public RowReader {
     where_ =
         tensor.name.empty() ? printable(location.file) : fmt::format("{}:{}", printable(location.file), printable(tensor.name));
     text_ = fmt::format("{}, torch, {} {}, {}", where_, tensor.dtype, shape_to_text(tensor.shape), layout_of(*archive_, tensor));
-    const std::optional<ElementFormat> element = element_of(tensor, archive_->swap);
+    std::optional<ElementFormat> element = element_of(tensor, archive_->swap);
+    if (const auto integer = integer_named(tensor.dtype, archive_->swap); integer && !element && options.integers) {
+      *options.integers = {true, integer->is_signed};
+      element = integer->bits;
+    }
     if (!element)
       throw DTypeError(fmt::format("{} holds {}, which a table cannot; it holds {}", where_, tensor.dtype, table_dtypes()));
     check_requested_dtype(where_, element->dtype, options.dtype);

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "base/error.hpp"
+#include "io/same_file.hpp"
 
 namespace embermap {
 
@@ -139,7 +140,7 @@ WordTransfer::WordTransfer(const Options& options) : overwrite_{options.overwrit
     write_to_ = named.empty() ? vocabulary_beside(options.destination) : std::filesystem::path(named);
     std::error_code ignored;
     for (const std::filesystem::path& other : {options.source, options.destination})
-      if (write_to_.lexically_normal() == other.lexically_normal() || std::filesystem::equivalent(write_to_, other, ignored))
+      if (same_file(write_to_, other))
         throw InvalidArgument(fmt::format("{} holds the rows; their words need a file of their own", printable(write_to_)));
     if (!overwrite_ && std::filesystem::exists(write_to_, ignored))
       throw AlreadyExists(fmt::format("{}, where the words would be written, exists already", printable(write_to_)));
@@ -152,6 +153,9 @@ WordTransfer::WordTransfer(const Options& options) : overwrite_{options.overwrit
           fmt::format("{}: its rows have words, and {} is not there: name a vocabulary, one word a line, or none, for the "
                       "numbers of the rows",
                       printable(options.destination), printable(file)));
+    // The rows' own file would take its place.
+    if (same_file(file, options.destination))
+      throw InvalidArgument(fmt::format("{} holds the words and would be replaced by the rows", printable(file)));
     reader_ = std::make_unique<VocabularyReader>(file);
   }
 }

@@ -13,6 +13,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
@@ -31,6 +32,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <variant>
@@ -46,6 +48,7 @@
 #include "store/store.hpp"
 #include "store/table.hpp"
 #include "store/table_archive.hpp"
+#include "store/table_import.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -283,79 +286,182 @@ LocationOptions location_options(const std::optional<std::string>& format, Locat
 
 std::string text_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-// `vocabulary`: as WordTransfer::Options has it; `beside`: the table, beside which it lies by default.
 nb::list texts_of(const std::vector<Remark>& remarks) {
   nb::list out;
   for (const Remark& remark : remarks) out.append(text_of(std::string_view(remark.text)));
   return out;
 }
 
-// Returns (table, infinite, zero, remarks).
-nb::tuple import_file(Store& store, std::string_view name, const nb::bytes& source, const Dtype& dtype, const Dtype& source_dtype,
-                      const AnyOptimizer& optimizer, std::uint64_t page_bytes, std::uint64_t memory, bool allow_external,
-                      const std::optional<std::string>& format, std::uint64_t dim, std::uint64_t offset,
-                      const nb::bytes& vocabulary, const nb::bytes& beside, const nb::object& callback) {
-  const Location location =
-      parse_location({source.c_str(), source.size()}, location_options(format, LocationOptions::Use::kRead));
-  const std::string named = text_of(vocabulary), table_path = text_of(beside);
-  const std::optional<DType> wanted = dtype_of(dtype), as = dtype_of(source_dtype);
-  const Progress progress = progress_of(callback);
-  ConversionReport report;
-  std::vector<Remark> remarks;
+// The path of a file as Python has it: bytes that are no text come back as they were.
+nb::object path_of(const std::filesystem::path& path) {
+  return nb::steal(PyUnicode_DecodeFSDefaultAndSize(path.c_str(), static_cast<Py_ssize_t>(path.native().size())));
+}
+
+// What em.convert() returns.
+Report copy_report(const CopyResult& copied) {
+  Report out;
+  out["rows"] = copied.rows;
+  out["dim"] = copied.dim;
+  out["source_dtype"] = std::string(dtype_name(copied.from));
+  out["dtype"] = std::string(dtype_name(copied.to));
+  out["became_infinite"] = copied.report.became_infinite;
+  out["became_zero"] = copied.report.became_zero;
+  if (!copied.vocabulary.empty()) out["vocabulary"] = path_of(copied.vocabulary);
+  if (!copied.order.empty()) out["order"] = path_of(copied.order);
+  if (copied.resumed != 0) out["resumed_rows"] = copied.resumed;
+  out["remarks"] = texts_of(copied.remarks);
+  return out;
+}
+
+// Names of arrays, or fields, and what they are of.
+using Pairs = std::vector<std::pair<std::string, std::string>>;
+
+// The first, and where `fields` names them, each.
+Report copy_reports(const std::vector<CopyResult>& copied, const Pairs& fields) {
+  Report out = copy_report(copied.front());
+  if (fields.empty()) return out;
+  nb::dict all;
+  for (std::size_t i = 0; i < copied.size(); ++i) all[fields[i].first.c_str()] = copy_report(copied[i]);
+  out["fields"] = all;
+  return out;
+}
+
+// (source_dtype, allow_external, follow_links, format, dim, offset): how a file is read.
+using Reading = std::tuple<std::optional<std::string>, bool, bool, std::optional<std::string>, std::uint64_t, std::uint64_t>;
+// (first, end, order, jobs): which rows; end 2^64 - 1: all.
+using Selection = std::tuple<std::uint64_t, std::uint64_t, nb::bytes, unsigned>;
+
+Location source_of(const nb::bytes& text, const Reading& reading) {
+  return parse_location(text_of(text), location_options(std::get<3>(reading), LocationOptions::Use::kRead));
+}
+
+ReadOptions reading_of(const Reading& reading) {
+  const auto& [dtype, allow_external, follow_links, format, dim, offset] = reading;
+  return {.dtype = dtype ? std::optional(parse_dtype(*dtype)) : std::nullopt,
+          .allow_external = allow_external,
+          .follow_links = follow_links,
+          .words = {},
+          .dim = dim,
+          .offset = offset};
+}
+
+RowSelection selection_of(const Selection& selection, bool permutation) {
+  const auto& [first, end, order, jobs] = selection;
+  RowSelection out{
+      .first = first, .end = std::nullopt, .clamp = true, .order = text_of(order), .permutation = permutation, .jobs = jobs};
+  if (end != std::numeric_limits<std::uint64_t>::max()) out.end = end;
+  return out;
+}
+
+void set_import(ImportOptions& options, const Reading& reading, const Selection& selection, const Pairs& fields,
+                const Dtype& dtype, const nb::bytes& vocabulary, bool check, const nb::object& callback, bool permutation) {
+  options.reading = reading_of(reading);
+  for (const auto& [field, array] : fields) options.fields.push_back({field, array});
+  options.dtype = dtype_of(dtype);
+  options.rows = selection_of(selection, permutation);
+  options.vocabulary = text_of(vocabulary);
+  options.check = check;
+  options.memory = 2 * kTransferBytes;
+  options.progress = progress_of(callback);
+}
+
+// (table, what em.convert() returns)
+nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& source, const Dtype& dtype, const Reading& reading,
+                      const Selection& selection, const Pairs& fields, const AnyOptimizer& optimizer, std::uint64_t page_bytes,
+                      std::uint64_t memory, const nb::bytes& vocabulary, const nb::bytes& beside, bool check,
+                      const nb::object& callback) {
+  const Location location = source_of(source, reading);
+  if (!fields.empty() && !location.selector.empty())
+    throw InvalidArgument(fmt::format("src names '{}'; fields name what is taken", printable(location.selector)));
+  ImportOptions options;
+  set_import(options, reading, selection, fields, dtype, vocabulary, check, callback, /*permutation=*/true);
+  TableOptions into;
+  into.optimizer = optimizer.value;
+  into.page_bytes = page_bytes;
+  into.memory = memory;
+  const std::string table_path = text_of(beside);
+  std::vector<CopyResult> copied;
   const auto run = [&] {
     const nb::gil_scoped_release release;
-    WordTransfer words({.vocabulary = named,
-                        .source_has_words = format_has_words(location.format),
-                        .source = location.file,
-                        .destination = table_path,
-                        .overwrite = named.empty()});  // one that is there while the table is not was left behind
-    const auto reader = open_rows_as(
-        location, wanted, {.dtype = as, .allow_external = allow_external, .words = words.sink(), .dim = dim, .offset = offset});
-    TableOptions options;
-    options.dtype = wanted.value_or(reader->dtype());
-    options.optimizer = optimizer.value;
-    options.page_bytes = page_bytes;
-    options.memory = memory;
-    words.begin(reader->rows());
-    remarks = reader->remarks();
-    Table table = store.import(name, *reader, options, progress, &report);
+    TableImport job(location, table_path, options, into);
+    Table table = job.run(store, name);
     try {
-      words.finish();
+      job.finish();
     } catch (...) {
+      job.withdraw();
       store.remove(name);
       throw;
     }
+    copied = job.results();
     return table;
   };
   Table table = run();
-  return nb::make_tuple(std::move(table), report.became_infinite, report.became_zero, texts_of(remarks));
+  return nb::make_tuple(std::move(table), copy_reports(copied, fields));
+}
+
+// Rows onto a table that is there; `at`: nothing: all of them.
+Report import_rows(Store& store, Table& table, const nb::bytes& source, const Dtype& dtype, const Reading& reading,
+                   const Selection& selection, const Pairs& fields, const std::string& field, std::optional<std::uint64_t> at,
+                   bool append, const nb::bytes& vocabulary, bool check, const nb::object& callback) {
+  const Location location = source_of(source, reading);
+  if (!fields.empty() && !location.selector.empty())
+    throw InvalidArgument(fmt::format("src names '{}'; fields name what is taken", printable(location.selector)));
+  IntoOptions options;
+  set_import(options, reading, selection, fields, dtype, vocabulary, check, callback, /*permutation=*/false);
+  options.field = field;
+  options.at = at;
+  options.append = append;
+  std::vector<CopyResult> copied;
+  {
+    const nb::gil_scoped_release release;
+    copied = import_into(store, table, location, options);
+  }
+  return copy_reports(copied, fields);
 }
 
 // --- table ----------------------------------------------------------------------------------------------------------
 
-std::pair<std::uint64_t, std::uint64_t> export_rows(Table& table, const nb::bytes& destination, std::string_view field,
-                                                    bool overwrite, const Dtype& dtype, std::optional<int> gzip,
-                                                    const std::optional<std::string>& format, const nb::bytes& vocabulary,
-                                                    const nb::bytes& beside, const nb::object& callback) {
+// Fields of a table to a file; with `fields`, (name in the file, field), several into one new file. `commit`: for attributes.
+Report export_rows(Table& table, const nb::bytes& destination, const std::string& field, const Pairs& fields,
+                   const Selection& selection, bool overwrite, const Dtype& dtype, std::optional<int> gzip,
+                   const std::optional<std::string>& format, const nb::bytes& vocabulary, const nb::bytes& beside,
+                   std::uint64_t commit, bool check, const nb::object& callback) {
   const Location location =
       parse_location({destination.c_str(), destination.size()}, location_options(format, LocationOptions::Use::kWrite));
-  const std::string named = text_of(vocabulary), table_path = text_of(beside);
-  const std::optional<DType> wanted = dtype_of(dtype);
-  const Progress progress = progress_of(callback);
-  const nb::gil_scoped_release release;
-  check_outside_stores(location.file);
-  const auto reader = table_rows(table, field);
-  const DType to = wanted.value_or(reader->dtype());
-  WordTransfer words({.vocabulary = named,
-                      .destination_has_words = format_has_words(location.format),
-                      .source = table_path,
-                      .destination = location.file});
-  words.begin(reader->rows());
-  const auto writer = create_rows(location, reader->rows(), reader->dim(), to,
-                                  {.overwrite = overwrite, .gzip = gzip.value_or(-1), .words = words.source()});
-  const ConversionReport report = copy_rows(*reader, *writer, to, kTransferBytes, progress);
-  writer->finish();
-  return {report.became_infinite, report.became_zero};
+  const std::string table_path = text_of(beside);
+  CopyOptions options;
+  options.dtype = dtype_of(dtype);
+  options.rows = selection_of(selection, /*permutation=*/false);
+  options.overwrite = overwrite;
+  options.gzip = gzip.value_or(-1);
+  options.vocabulary = text_of(vocabulary);
+  options.check = check;
+  options.memory = 2 * kTransferBytes;
+  options.progress = progress_of(callback);
+  options.attributes = {{"source", table_path}, {"commit", fmt::format("{}", commit)}};
+  std::vector<CopyResult> copied;
+  {
+    const nb::gil_scoped_release release;
+    check_outside_stores(location.file);
+    const auto origin_of = [&](const std::string& one) {
+      RowOrigin out;
+      out.open = [&table, one](const WordSink&) { return table_rows(table, one); };
+      out.file = table_path;
+      return out;
+    };
+    if (fields.empty()) {
+      copied.push_back(copy_file(origin_of(field), location, options));
+    } else {
+      std::vector<RowOrigin> origins;
+      std::vector<std::string> names;
+      for (const auto& [name, of] : fields) {
+        origins.push_back(origin_of(of));
+        names.push_back(name);
+      }
+      copied = copy_arrays(origins, names, location, options);
+    }
+  }
+  return copy_reports(copied, fields);
 }
 
 // All of a table, or what torch.optim keeps of it.
@@ -750,8 +856,8 @@ void bind_table(nb::module_& m) {
       .def("verify", &verify, "progress"_a.none())
       .def("accept", &accept, "progress"_a.none())
       .def("repair_from", &repair_from, "backup"_a, "progress"_a.none())
-      .def("export", &export_rows, "destination"_a, "field"_a, "overwrite"_a, "dtype"_a.none(), "gzip"_a.none(),
-           "format"_a.none(), "vocabulary"_a, "beside"_a, "progress"_a.none())
+      .def("export", &export_rows, "destination"_a, "field"_a, "fields"_a, "selection"_a, "overwrite"_a, "dtype"_a.none(),
+           "gzip"_a.none(), "format"_a.none(), "vocabulary"_a, "beside"_a, "commit"_a, "check"_a, "progress"_a.none())
       .def("export_all", &export_all, "destination"_a, "format"_a.none(), "optimizer_state"_a, "overwrite"_a, "gzip"_a.none(),
            "check"_a, "vocabulary"_a, "progress"_a.none())
       .def(
@@ -799,12 +905,14 @@ void bind_store(nb::module_& m) {
       .def("create", &create_table, "name"_a, "rows"_a, "dim"_a, "dtype"_a, "optimizer"_a.none(), "init"_a, "seed"_a,
            "page_bytes"_a, "memory"_a)
       .def("import_file", &import_file,
-           nb::sig("def import_file(self, name: str, source: bytes, dtype: str | None, source_dtype: str | None, optimizer: "
-                   "tuple[str, dict[str, Any]] | "
-                   "None, page_bytes: int, memory: int, allow_external: bool, format: str | None, dim: int, offset: int, "
-                   "vocabulary: bytes, beside: bytes, progress: object | None) -> tuple[Table, int, int, list[str]]"),
-           "name"_a, "source"_a, "dtype"_a.none(), "source_dtype"_a.none(), "optimizer"_a.none(), "page_bytes"_a, "memory"_a,
-           "allow_external"_a, "format"_a.none(), "dim"_a, "offset"_a, "vocabulary"_a, "beside"_a, "progress"_a.none())
+           nb::sig("def import_file(self, name: str, source: bytes, dtype: str | None, reading: tuple[str | None, bool, bool, "
+                   "str | None, int, int], selection: tuple[int, int, bytes, int], fields: Sequence[tuple[str, str]], optimizer: "
+                   "tuple[str, dict[str, Any]] | None, page_bytes: int, memory: int, vocabulary: bytes, beside: bytes, check: "
+                   "bool, progress: object | None) -> tuple[Table, dict[str, Any]]"),
+           "name"_a, "source"_a, "dtype"_a.none(), "reading"_a, "selection"_a, "fields"_a, "optimizer"_a.none(), "page_bytes"_a,
+           "memory"_a, "vocabulary"_a, "beside"_a, "check"_a, "progress"_a.none())
+      .def("import_rows", &import_rows, "table"_a, "source"_a, "dtype"_a.none(), "reading"_a, "selection"_a, "fields"_a,
+           "field"_a, "at"_a.none(), "append"_a, "vocabulary"_a, "check"_a, "progress"_a.none())
       .def("import_all", &import_all, "name"_a, "source"_a, "format"_a.none(), "vocabulary"_a, "progress"_a.none())
       .def(
           "adopt",
@@ -865,10 +973,9 @@ void bind_store(nb::module_& m) {
 // Rows of a file, for embermap.io. One call at a time: Python's lock keeps others out, but not while rows are read.
 class FileRows {
  public:
-  FileRows(const nb::bytes& source, const Dtype& dtype, bool allow_external, const std::optional<std::string>& format,
-           std::uint64_t dim, std::uint64_t offset) {
-    const Location location = parse_location(text_of(source), location_options(format, LocationOptions::Use::kRead));
-    const ReadOptions options{.dtype = dtype_of(dtype), .allow_external = allow_external, .dim = dim, .offset = offset};
+  FileRows(const nb::bytes& source, const Reading& reading) {
+    const Location location = source_of(source, reading);
+    const ReadOptions options = reading_of(reading);
     const nb::gil_scoped_release release;
     reader_ = open_rows(location, options);
   }
@@ -934,55 +1041,24 @@ nb::list list_file(const nb::bytes& file, const std::optional<std::string>& form
   return out;
 }
 
-// The path of a file as Python has it: bytes that are no text come back as they were.
-nb::object path_of(const std::filesystem::path& path) {
-  return nb::steal(PyUnicode_DecodeFSDefaultAndSize(path.c_str(), static_cast<Py_ssize_t>(path.native().size())));
-}
-
-// What em.convert() returns.
-Report copy_report(const CopyResult& copied) {
-  Report out;
-  out["rows"] = copied.rows;
-  out["dim"] = copied.dim;
-  out["source_dtype"] = std::string(dtype_name(copied.from));
-  out["dtype"] = std::string(dtype_name(copied.to));
-  out["became_infinite"] = copied.report.became_infinite;
-  out["became_zero"] = copied.report.became_zero;
-  if (!copied.vocabulary.empty()) out["vocabulary"] = path_of(copied.vocabulary);
-  if (!copied.order.empty()) out["order"] = path_of(copied.order);
-  if (copied.resumed != 0) out["resumed_rows"] = copied.resumed;
-  out["remarks"] = texts_of(copied.remarks);
-  return out;
-}
-
-CopyOptions copy_options(std::uint64_t first, std::uint64_t end, const nb::bytes& order, unsigned jobs, bool overwrite,
-                         std::optional<int> gzip, const nb::bytes& vocabulary, bool check, bool resume, std::uint64_t memory) {
-  CopyOptions out;
-  out.rows = {.first = first, .end = std::nullopt, .clamp = true, .order = text_of(order), .permutation = true, .jobs = jobs};
-  if (end != std::numeric_limits<std::uint64_t>::max()) out.rows.end = end;
-  out.overwrite = overwrite;
-  out.gzip = gzip.value_or(-1);
-  out.vocabulary = text_of(vocabulary);
-  out.check = check;
-  out.resume = resume;
-  out.memory = memory;
-  return out;
-}
-
-// Rows [first, end) of a file to another one; end 2^64 - 1: all. With `fields`, these arrays of it into one file.
-Report convert_file(const nb::bytes& source_text, const nb::bytes& destination_text, const Dtype& dtype,
-                    const Dtype& source_dtype, std::uint64_t first, std::uint64_t end, const nb::bytes& order, unsigned jobs,
-                    const std::vector<std::pair<std::string, std::string>>& fields, bool overwrite, std::optional<int> gzip,
-                    const std::optional<std::string>& from, const std::optional<std::string>& to_format,
-                    const nb::bytes& vocabulary, std::uint64_t dim, std::uint64_t offset, bool allow_external, bool check,
-                    bool resume, std::uint64_t memory, const nb::object& callback) {
-  const Location source = parse_location(text_of(source_text), location_options(from, LocationOptions::Use::kRead));
+// Rows of a file to another one. With `fields`, these arrays of it into one file.
+Report convert_file(const nb::bytes& source_text, const nb::bytes& destination_text, const Dtype& dtype, const Reading& reading,
+                    const Selection& selection, const Pairs& fields, bool overwrite, std::optional<int> gzip,
+                    const std::optional<std::string>& to_format, const nb::bytes& vocabulary, bool check, bool resume,
+                    std::uint64_t memory, const nb::object& callback) {
+  const Location source = source_of(source_text, reading);
   const Location destination =
       parse_location(text_of(destination_text), location_options(to_format, LocationOptions::Use::kWrite));
-  CopyOptions options = copy_options(first, end, order, jobs, overwrite, gzip, vocabulary, check, resume, memory);
+  CopyOptions options;
+  options.rows = selection_of(selection, /*permutation=*/true);
+  options.overwrite = overwrite;
+  options.gzip = gzip.value_or(-1);
+  options.vocabulary = text_of(vocabulary);
+  options.check = check;
+  options.resume = resume;
+  options.memory = memory;
   options.dtype = dtype_of(dtype);
-  const ReadOptions reading{
-      .dtype = dtype_of(source_dtype), .allow_external = allow_external, .words = {}, .dim = dim, .offset = offset};
+  const ReadOptions how = reading_of(reading);
   options.progress = progress_of(callback);
   std::vector<CopyResult> copied;
   {
@@ -992,26 +1068,20 @@ Report convert_file(const nb::bytes& source_text, const nb::bytes& destination_t
     if (format_has_words(source.format) && !options.vocabulary.empty() && options.vocabulary != "none")
       check_outside_stores(options.vocabulary);
     if (fields.empty()) {
-      copied.push_back(copy_file(file_origin(source, options.dtype, reading), destination, options));
+      copied.push_back(copy_file(file_origin(source, options.dtype, how), destination, options));
     } else {
       if (!source.selector.empty())
         throw InvalidArgument(fmt::format("src names '{}'; fields name what is copied", printable(source.selector)));
       std::vector<RowOrigin> origins;
       std::vector<std::string> names;
       for (const auto& [name, of] : fields) {
-        origins.push_back(file_origin(Location{source.file, of, source.format}, options.dtype, reading));
+        origins.push_back(file_origin(Location{source.file, of, source.format}, options.dtype, how));
         names.push_back(name);
       }
       copied = copy_arrays(origins, names, destination, options);
     }
   }
-  Report out = copy_report(copied.front());
-  if (!fields.empty()) {
-    nb::dict all;
-    for (std::size_t i = 0; i < copied.size(); ++i) all[fields[i].first.c_str()] = copy_report(copied[i]);
-    out["fields"] = all;
-  }
-  return out;
+  return copy_reports(copied, fields);
 }
 
 // A file that takes rows from Python.
@@ -1076,8 +1146,7 @@ std::pair<std::uint64_t, std::uint64_t> convert_bytes(const Bytes& in, std::stri
 
 void bind_files(nb::module_& m) {
   nb::class_<FileRows>(m, "FileRows")
-      .def(nb::init<const nb::bytes&, const Dtype&, bool, const std::optional<std::string>&, std::uint64_t, std::uint64_t>(),
-           "source"_a, "dtype"_a.none(), "allow_external"_a, "format"_a.none(), "dim"_a, "offset"_a)
+      .def(nb::init<const nb::bytes&, const Reading&>(), "source"_a, "reading"_a)
       .def_prop_ro("rows", &FileRows::rows)
       .def_prop_ro("dim", &FileRows::dim)
       .def_prop_ro("dtype", &FileRows::dtype)
@@ -1089,9 +1158,9 @@ void bind_files(nb::module_& m) {
   m.def("list_file", &list_file,
         nb::sig("def list_file(file: bytes, format: str | None) -> list[tuple[str, tuple[int, ...], str, int, str]]"), "file"_a,
         "format"_a.none());
-  m.def("convert_file", &convert_file, "source"_a, "destination"_a, "dtype"_a.none(), "source_dtype"_a.none(), "first"_a, "end"_a,
-        "order"_a, "jobs"_a, "fields"_a, "overwrite"_a, "gzip"_a.none(), "source_format"_a.none(), "destination_format"_a.none(),
-        "vocabulary"_a, "dim"_a, "offset"_a, "allow_external"_a, "check"_a, "resume"_a, "memory"_a, "progress"_a.none());
+  m.def("convert_file", &convert_file, "source"_a, "destination"_a, "dtype"_a.none(), "reading"_a, "selection"_a, "fields"_a,
+        "overwrite"_a, "gzip"_a.none(), "destination_format"_a.none(), "vocabulary"_a, "check"_a, "resume"_a, "memory"_a,
+        "progress"_a.none());
   nb::class_<FileWriter>(m, "FileWriter")
       .def(nb::init<const nb::bytes&, std::uint64_t, std::uint64_t, std::string_view, bool, std::optional<int>,
                     const std::optional<std::string>&, const nb::bytes&>(),

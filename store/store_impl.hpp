@@ -1,6 +1,7 @@
 // The inside of a store. Private to store/.
 #pragma once
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -45,6 +46,7 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   std::vector<CommitInfo> commits() const;
   void resize(TableImpl& table, std::uint64_t rows);
   std::uint64_t append(TableImpl& table, std::span<const std::byte> rows);
+  std::uint64_t append(TableImpl& table, const Table::NewRows& rows, const Progress& progress);
   void set_memory(TableImpl& table, std::uint64_t bytes);
   void materialize(TableImpl& table, const Progress& progress);
   void close();
@@ -72,7 +74,9 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   void check_writable() const;
   // All below: with mutex_ held.
   // `rows` more rows of initial values, or, where it is given, of these weights. Throws what check_resizable throws.
-  void grow(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights);
+  // `fill`: writes the new rows, once the table has them; empty: they are initial.
+  using FillRows = std::function<void()>;
+  void grow(TableImpl& table, std::uint64_t rows, const FillRows& fill);
   const TableEntry& check_resizable(const TableImpl& table) const;
   void check_new(std::string_view name) const;
   TableEntry new_entry(std::string_view name,
@@ -129,9 +133,8 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   // Opens the log; what a crash left in it goes to the tables' files. Returns the store's manifest.
   static Manifest recover(StoreCore& core, const StoreOptions& options, Manifest manifest);
   // grow() with a log and without. Everything is committed.
-  void grow_logged(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights, const Shares& shares,
-                   const Shares& shares_before);
-  void grow_in_place(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights, const Shares& shares,
+  void grow_logged(TableImpl& table, std::uint64_t rows, const FillRows& fill, const Shares& shares, const Shares& shares_before);
+  void grow_in_place(TableImpl& table, std::uint64_t rows, const FillRows& fill, const Shares& shares,
                      const Shares& shares_before);
   void shrink(TableImpl& table, std::uint64_t rows);
   // Without a log, after a commit that failed, of what changed the number of rows of `table`. Its manifest may be there all the

@@ -24,7 +24,7 @@ const TableEntry& Store::Impl::check_resizable(const TableImpl& table) const {
 // the files fit the manifest all the same, since they are never shorter than it says: it learns of fewer rows before, of more
 // rows after. Either all is done, or an error says that nothing is: what fails after the commit is left to the next opening.
 
-void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights) {
+void Store::Impl::grow(TableImpl& table, std::uint64_t rows, const FillRows& fill) {
   const TableEntry& entry = check_resizable(table);
   make_geometry(rows, entry.geometry.stride, 1, false, entry.page_bytes);  // throws if a file cannot hold so many
   Manifest manifest = manifest_;
@@ -34,12 +34,12 @@ void Store::Impl::grow(TableImpl& table, std::uint64_t rows, std::span<const std
   const auto shares_before = plan(*core_, manifest_.tables);
   commit_still(/*even_unchanged=*/false);
   if (core_->log)
-    grow_logged(table, rows, weights, shares, shares_before);
+    grow_logged(table, rows, fill, shares, shares_before);
   else
-    grow_in_place(table, rows, weights, shares, shares_before);
+    grow_in_place(table, rows, fill, shares, shares_before);
 }
 
-void Store::Impl::grow_in_place(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights, const Shares& shares,
+void Store::Impl::grow_in_place(TableImpl& table, std::uint64_t rows, const FillRows& fill, const Shares& shares,
                                 const Shares& shares_before) {
   const std::uint64_t before = table.rows();
   auto last_checksum = table.last_checksum(before);
@@ -52,7 +52,7 @@ void Store::Impl::grow_in_place(TableImpl& table, std::uint64_t rows, std::span<
     throw;
   }
   try {
-    if (!weights.empty()) table.fill(before, weights);
+    if (fill) fill();
     set_shares(shares);
     commit_still(/*even_unchanged=*/true);
   } catch (...) {
@@ -104,14 +104,14 @@ bool Store::Impl::has_committed(const TableImpl& table) {
   return true;
 }
 
-void Store::Impl::grow_logged(TableImpl& table, std::uint64_t rows, std::span<const std::byte> weights, const Shares& shares,
+void Store::Impl::grow_logged(TableImpl& table, std::uint64_t rows, const FillRows& fill, const Shares& shares,
                               const Shares& shares_before) {
   const std::uint64_t before = table.rows();
   core_->log->apply_all();
   bool prepared = false;
   try {
     table.grow(rows);
-    if (!weights.empty()) table.fill(before, weights);
+    if (fill) fill();
     set_shares(shares);
     prepared = true;
     commit_still(/*even_unchanged=*/true);
@@ -194,7 +194,30 @@ std::uint64_t Store::Impl::append(TableImpl& table, std::span<const std::byte> r
     throw InvalidArgument(fmt::format("table '{}': {} bytes are no whole number of rows of {} bytes", printable(table.name()),
                                       rows.size(), row_bytes));
   if (rows.empty()) return before;
-  grow(table, checked_add(before, rows.size() / row_bytes, "rows of the table"), rows);
+  grow(table, checked_add(before, rows.size() / row_bytes, "rows of the table"), [&] { table.fill(before, rows); });
+  return before;
+}
+
+std::uint64_t Store::Impl::append(TableImpl& table, const Table::NewRows& rows, const Progress& progress) {
+  const auto guard = lock();
+  check_writable();
+  const auto still = stand_still();
+  const std::uint64_t before = check_resizable(table).geometry.rows;
+  const std::string& weight = table.schema().fields()[0].name;
+  const auto weights = rows.find(weight);
+  if (weights == rows.end())
+    throw InvalidArgument(fmt::format("table '{}': new rows need their '{}'", printable(table.name()), weight));
+  const std::uint64_t count = weights->second->rows();
+  for (const auto& [name, reader] : rows) {
+    const Field& field = table.schema().field(name);
+    if (reader->rows() != count || reader->dim() != field.elements || reader->dtype() != field.dtype)
+      throw InvalidArgument(fmt::format("{}: {} x {} {} for '{}' of {} new rows of table '{}', which has {} x {}",
+                                        reader->description(), reader->rows(), reader->dim(), dtype_name(reader->dtype()),
+                                        printable(name), count, printable(table.name()), field.elements,
+                                        dtype_name(field.dtype)));
+  }
+  if (count == 0) return before;
+  grow(table, checked_add(before, count, "rows of the table"), [&] { table.fill(before, rows, progress); });
   return before;
 }
 

@@ -83,6 +83,9 @@ void Table::write(std::uint64_t first, std::uint64_t count, std::span<const std:
 }
 
 std::uint64_t Table::append(std::span<const std::byte> rows) { return Store::Impl::of(*impl_->core())->append(*impl_, rows); }
+std::uint64_t Table::append(const NewRows& rows, const Progress& progress) {
+  return Store::Impl::of(*impl_->core())->append(*impl_, rows, progress);
+}
 void Table::set_memory(std::uint64_t bytes) { Store::Impl::of(*impl_->core())->set_memory(*impl_, bytes); }
 void Table::resize(std::uint64_t rows) { Store::Impl::of(*impl_->core())->resize(*impl_, rows); }
 void Table::materialize(const Progress& progress) { Store::Impl::of(*impl_->core())->materialize(*impl_, progress); }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <span>
@@ -255,6 +256,11 @@ class Table {
   // Adds rows at the end and returns the id of the first: rows = n x dim elements of the weight, the optimizer's state of the new
   // rows initial. Commits, as resize does: add many at once. On failure the table is as it was before.
   std::uint64_t append(std::span<const std::byte> rows);
+  // The same for rows that are read block by block, within the store's memory, and for state too: a reader for each field that is
+  // given, of its dtype and columns, all with as many rows (InvalidArgument); the weight is among them, state that is not is
+  // initial. `progress` (rows) must not call the store; what it or a reader throws leaves the table as it was.
+  using NewRows = std::map<std::string, RowReader*>;
+  std::uint64_t append(const NewRows& rows, const Progress& progress = {});
   // Rows beyond the old end are initial rows; rows beyond the new end are forgotten for good. Commits.
   void resize(std::uint64_t rows);
   // Writes every page that was never written, so that the file alone holds all rows. Commits.

@@ -14,9 +14,11 @@
 #include "io/compare.hpp"
 #include "io/converting_reader.hpp"
 #include "io/copy_file.hpp"
+#include "io/same_file.hpp"
 #include "io/small_rows.hpp"
 #include "io/torch_file.hpp"
 #include "store/manifest.hpp"
+#include "store/table_import.hpp"
 
 namespace embermap {
 namespace {
@@ -67,6 +69,8 @@ void export_table(const Table& table, const Location& destination, const Archive
     names.push_back(field.name);
   }
   if (!options.vocabulary.empty()) {
+    if (const std::uint64_t words = VocabularyReader(options.vocabulary).words(); words != table.rows())
+      throw FormatError(options.vocabulary, fmt::format("has {} words for {} rows", words, table.rows()));
     origins.push_back(reads([file = options.vocabulary] { return std::make_unique<FileBytes>(file); }));
     names.emplace_back(kVocabulary);
   }
@@ -111,13 +115,18 @@ Table import_table(Store& store, std::string_view name, const Location& source, 
       const auto reader = open_rows(in_file(source, kVocabulary));
       if (reader->dtype() != DType::kUInt8 || reader->dim() != 1)
         throw FormatError(source.file, fmt::format("'{}' is no text", kVocabulary));
-      words = TemporaryFile::create(vocabulary, /*overwrite=*/true);  // one that is there while the table is not was left behind
+      const std::filesystem::path beside = store.path() / name;
+      check_vocabulary_place(vocabulary, beside);
+      // One that is there while the table is not was left behind.
+      words = TemporaryFile::create(vocabulary, /*overwrite=*/same_file(vocabulary, vocabulary_beside(beside)));
       std::vector<std::byte> block(std::min<std::uint64_t>(std::max<std::uint64_t>(memory / 4, 4096), 1U << 20));
       for (std::uint64_t at = 0; at < reader->rows(); at += block.size()) {
         const std::uint64_t some = std::min<std::uint64_t>(block.size(), reader->rows() - at);
         reader->read(at, some, block.data());
         words->file().write(at, std::span(block).first(some));
       }
+      if (const std::uint64_t count = VocabularyReader(words->file().path()).words(); count != made.rows)
+        throw FormatError(source.file, fmt::format("'{}' has {} words for {} rows", kVocabulary, count, made.rows));
     }
   }
   Table table = store.import(name, *readers.front(), made, state, progress);

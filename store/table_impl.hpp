@@ -101,6 +101,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::optional<std::uint64_t> page_file_commit() const;  // as PageLedger::commit(); may be called at any time
   // Weights of the rows [first, end of the table), none of which is in memory, as after grow(); their state is initial.
   void fill(std::uint64_t first, std::span<const std::byte> weights);
+  // The same of fields that are read; those that are not given are initial.
+  void fill(std::uint64_t first, const Table::NewRows& rows, const Progress& progress);
   // More rows, in the files and in entry(). Everything is committed; without a log UNCOMMITTED is set. After a failure the table
   // has the old number of rows.
   void grow(std::uint64_t rows);
@@ -228,6 +230,10 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   struct ScanStep;
   void for_steps(std::uint64_t first_page, std::uint64_t end_page, const std::function<void(ScanStep&)>& body);
   // Of write(), with files_ taken alone.
+  // Reads the pages of rows [first, end), has `body` change records, those of rows [row, row + count) counted from `first`, and
+  // writes them back.
+  using FillRecords = std::function<void(std::uint64_t row, std::uint64_t count, std::byte* records)>;
+  void fill_pages(std::uint64_t first, std::uint64_t end, const FillRecords& body);
   void write_some(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
   // Of the rows [first, first + count), those on a page: the first one's place in the range and on the page, and how many.
   struct PageRows {

@@ -10,6 +10,7 @@
 #include "io/array_file.hpp"
 #include "io/copy_file.hpp"
 #include "io/partial_rows.hpp"
+#include "io/same_file.hpp"
 #include "io/vocabulary.hpp"
 #include "store/store.hpp"
 #include "store/table_archive.hpp"

@@ -115,13 +115,31 @@ int head(const HeadArguments& arguments, const Common& common) {
 constexpr int kDiffer = 1, kNotCompared = 2;
 
 struct DiffArguments {
-  std::string a, b, from;
+  std::string a, b, from, source_dtype;
+  LayoutArguments layout;
   bool values = false;
 };
 
 int diff(const DiffArguments& arguments, const Common& common) {
-  AnyRows a = open_any_rows("A", arguments.a, arguments.from, {}, common, common.memory / 4);
-  AnyRows b = open_any_rows("B", arguments.b, arguments.from, {}, common, common.memory / 4);
+  const std::optional<DType> named = optional_dtype("--source-dtype", arguments.source_dtype);
+  // What files cannot tell is said of both sides, and taken where it is needed.
+  const auto open = [&](const char* option, const std::string& text) {
+    const auto with = [&](std::optional<DType> dtype) {
+      return open_any_rows(option, text, arguments.from, arguments.layout.options({.dtype = dtype}), common, common.memory / 4);
+    };
+    if (!named) return with(std::nullopt);
+    try {
+      return with(named);
+    } catch (const DTypeError&) {  // the file says another one, which is taken; or there is no sense in the one named
+      try {
+        return with(std::nullopt);
+      } catch (const Error&) {
+      }
+      throw;
+    }
+  };
+  AnyRows a = open("A", arguments.a);
+  AnyRows b = open("B", arguments.b);
   RowDifference found;
   {
     ProgressLine line("diff", a.reader->dim() * item_size(a.reader->dtype()), common.quiet);
@@ -183,11 +201,15 @@ void add_diff(CLI::App& app, Common& common, Action& chosen) {
   command->add_option("A", arguments->a, "FILE, FILE:NAME, STORE/TABLE or STORE/TABLE:field")->required();
   command->add_option("B", arguments->b, "The same, of any format and dtype")->required();
   add_from_option(*command, arguments->from);
+  command->add_option("--source-dtype", arguments->source_dtype, "What bytes are that do not say it, of A, of B or of both")
+      ->type_name("NAME");
+  arguments->layout.add_to(*command);
   command->add_flag("--values", arguments->values,
                     "Compare values: -0 is 0, and one NaN is as good as another. Rows of two dtypes are always compared so");
   finish_command(*command, common, chosen,
                  "  embermap diff tables/items backup.npy\n"
-                 "  embermap diff model.pt:encoder.weight model.safetensors:encoder.weight",
+                 "  embermap diff model.pt:encoder.weight model.safetensors:encoder.weight\n"
+                 "  embermap diff tables/items items.raw --dim 128 --source-dtype float32",
                  [arguments](const Common& c) {
                    try {
                      return diff(*arguments, c);

@@ -4,16 +4,16 @@
 #include <algorithm>
 #include <chrono>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <system_error>
 
 #include "base/error.hpp"
 #include "io/copy_file.hpp"
-#include "io/partial_rows.hpp"
-#include "io/row_order.hpp"
 #include "io/vocabulary.hpp"
 #include "store/store.hpp"
 #include "store/table_archive.hpp"
+#include "store/table_import.hpp"
 #include "tools/arguments.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -32,7 +32,9 @@ struct Arguments {
   SourceArguments input;
   SelectionArguments rows;
   OptimizerArguments optimizer;
+  std::string at;
   bool in_place = false, read_only = false, all = false, optimizer_state = false, check = false, resume = false;
+  bool into = false, append = false;
 };
 
 // SRC, with the only field that --field names.
@@ -59,8 +61,8 @@ int adopt(const Arguments& arguments, const Common& common, const Location& sour
   if (!source.selector.empty()) throw UsageError("--in-place takes a whole .npy file, not a field of one");
   if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--in-place leaves the file as it is, so there is no place for the state of an optimizer");
-  if (arguments.rows.selection(true).order != "")
-    throw UsageError("--in-place leaves the file as it is; --order is for a copy of it");
+  if (const RowSelection rows = arguments.rows.selection(true); !rows.order.empty() || rows.first != 0 || rows.end)
+    throw UsageError("--in-place leaves the file as it is; --rows and --order are for a copy of it");
   std::optional<DType> dtype = optional_dtype("--dtype", arguments.dtype);
   if (const auto named = arguments.input.dtype()) dtype = named;
   require_regular_file(source.file);
@@ -106,8 +108,8 @@ int import_whole(const Arguments& arguments, const Common& common, const Locatio
   if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--optimizer: SRC says what the table was trained with");
   const RowSelection rows = arguments.rows.selection(true);
-  if (!arguments.dtype.empty() || !rows.order.empty() || arguments.resume)
-    throw UsageError("--all makes the table as it was: not with --dtype, --order or --resume");
+  if (!arguments.dtype.empty() || !rows.order.empty() || rows.first != 0 || rows.end || arguments.resume)
+    throw UsageError("--all makes the table as it was: not with --dtype, --rows, --order or --resume");
   if (!arguments.vocabulary.empty() && arguments.vocabulary != "none")
     throw UsageError("--vocab: the words are in SRC; 'none' leaves them out");
   const auto begin = std::chrono::steady_clock::now();
@@ -139,10 +141,30 @@ int import_whole(const Arguments& arguments, const Common& common, const Locatio
   return kDone;
 }
 
+// What is changed of a table: so many pages, each so often.
+struct Change {
+  std::uint64_t pages, times;
+};
+
+// The store, with room in its log for all of a change: one commit has it, or it is given up.
+Store open_for_one_commit(const Common& common, const TablePath& path, const std::function<Change(const Table&)>& change_of) {
+  StoreOptions opening = store_options(common, StoreOptions::Mode::kReadWrite);
+  opening.memory /= 2;
+  opening.autocommit = false;
+  Store store = Store::open(path.store, opening);
+  const Table table = store.table(path.table);
+  const Geometry geometry = table.geometry();
+  const auto [pages, times] = change_of(table);
+  opening = one_commit_options(opening, geometry, pages, times, common.memory / 4);
+  if (opening.memory == store.memory() && opening.log_limit == 0) return store;
+  store.close();
+  return Store::open(path.store, opening);
+}
+
 // State of torch.optim onto a table that is there.
 int import_state(const Arguments& arguments, const Common& common, const Location& source, const TablePath& path) {
   if (!arguments.fields.empty() || !source.selector.empty() || !arguments.dtype.empty() || !arguments.vocabulary.empty() ||
-      arguments.all || arguments.resume || !arguments.rows.selection(true).order.empty() ||
+      arguments.all || arguments.resume || !arguments.rows.selection(true).order.empty() || arguments.rows.some() ||
       !std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--optimizer-state takes state onto a table that is there, as it is in SRC: only --param goes with it");
   if (source.format != Location::Format::kTorch)
@@ -151,10 +173,9 @@ int import_state(const Arguments& arguments, const Common& common, const Locatio
   std::optional<std::uint64_t> parameter;
   if (!arguments.parameter.empty()) parameter = parse_count("--param", arguments.parameter);
   const auto begin = std::chrono::steady_clock::now();
-  StoreOptions opening = store_options(common, StoreOptions::Mode::kReadWrite);
-  opening.memory /= 2;
-  opening.autocommit = false;  // all of it, or nothing
-  Store store = Store::open(path.store, opening);
+  Store store = open_for_one_commit(common, path, [](const Table& table) {
+    return Change{table.geometry().pages(), table.schema().fields().size()};
+  });
   Table table = store.table(path.table);
   TorchStateReport report;
   try {
@@ -177,16 +198,88 @@ int import_state(const Arguments& arguments, const Common& common, const Locatio
   return kDone;
 }
 
-// The rows, converted, as far as an interrupted import came: ".STORE.TABLE.resume" beside the store.
-std::filesystem::path partial_target(const TablePath& path) {
-  std::filesystem::path store = std::filesystem::absolute(path.store).lexically_normal();
-  if (!store.has_filename()) store = store.parent_path();
-  return store.parent_path() / fmt::format("{}.{}", store.filename().native(), path.table);
+// The fields of the table, for what is printed of them.
+std::vector<NamedField> own_names(std::vector<NamedField> fields) {
+  for (NamedField& one : fields) one.name = one.field;
+  return fields;
+}
+
+// Rows onto a table that is there.
+int import_into(const Arguments& arguments, const Common& common, const std::vector<NamedField>& fields) {
+  const TablePath path = parse_table_path(arguments.table, /*with_field=*/true);
+  if (arguments.resume) throw UsageError("--resume: an import --into is one commit; it has nothing to go on with");
+  if (common.durability != "commit") throw UsageError("--into is all or nothing; that takes --durability commit");
+  if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
+    throw UsageError("--optimizer: the table has what it was made with");
+  if (arguments.append && !arguments.at.empty()) throw UsageError("--at names a place, --append the end; choose one");
+  if (path.field != "weight" && !fields.empty())
+    throw UsageError(fmt::format("TABLE names the field '{}' and --field others", printable(path.field)));
+  const Location source = arguments.input.location(arguments.source);
+  if (!fields.empty() && !source.selector.empty())
+    throw UsageError(
+        fmt::format("SRC names '{}' and --field names '{}'", printable(source.selector), printable(arguments.fields)));
+  require_regular_file(source.file);
+  check_source_is_whole(source, common.memory / 4);
+
+  IntoOptions options;
+  options.reading = arguments.input.options(source);
+  for (const NamedField& one : fields) options.fields.push_back({one.field, one.name});
+  options.field = path.field;
+  options.dtype = optional_dtype("--dtype", arguments.dtype);
+  options.rows = arguments.rows.selection(/*permutation=*/false);
+  options.vocabulary = arguments.vocabulary;
+  options.check = arguments.check;
+  options.memory = common.memory / 4;
+  if (!arguments.at.empty()) options.at = parse_count("--at", arguments.at);
+  options.append = arguments.append;
+  options.look_first = false;  // what fails is given up
+  const auto begin = std::chrono::steady_clock::now();
+  Store store = open_for_one_commit(common, path, [&](const Table& table) {
+    const Geometry geometry = table.geometry();
+    std::uint64_t pages = 1;  // rows that are added take the last of the old pages; new ones are not in the log
+    if (!options.append && geometry.rows > 0) {
+      const std::uint64_t first = std::min(options.at.value_or(0), geometry.rows - 1);
+      std::uint64_t count = geometry.rows - first;
+      if (options.rows.end) count = std::min(count, *options.rows.end - options.rows.first);
+      pages = count == 0 ? 0 : geometry.page_of(first + count - 1) - geometry.page_of(first) + 1;
+    }
+    return Change{pages, std::max<std::size_t>(1, fields.size())};
+  });
+  Table table = store.table(path.table);
+  const std::uint64_t first_row = options.append ? table.rows() : options.at.value_or(0);
+  std::vector<CopyResult> copied;
+  Json extra;
+  try {
+    {
+      ProgressLine line("import " + path.table, table.dim() * item_size(table.dtype()), common.quiet);
+      options.progress = line.callback();
+      copied = embermap::import_into(store, table, source, options);
+    }
+    if (!options.append) check_interrupt();  // what was added is committed
+    store.commit();
+    extra = result_json(common, path, table);
+    store.close();
+  } catch (...) {
+    store.abandon();
+    throw;
+  }
+  extra["into"] = true;
+  extra["first_row"] = first_row;
+  print_transfers(common, arguments.source, path.text(), copied, own_names(fields), options.check, seconds_since(begin), extra);
+  return kDone;
 }
 
 int import(const Arguments& arguments, const Common& common) {
+  std::vector<NamedField> fields = arguments.fields.empty() ? std::vector<NamedField>{} : parse_fields(arguments.fields);
+  // What is said of one array is said of the weight, if it is there.
+  std::stable_partition(fields.begin(), fields.end(), [](const NamedField& one) { return one.field == "weight"; });
+  if (arguments.into) {
+    if (arguments.in_place || arguments.read_only || arguments.all || arguments.optimizer_state || !arguments.parameter.empty())
+      throw UsageError("--into takes rows onto a table that is there: not with --in-place, --all or --optimizer-state");
+    return import_into(arguments, common, fields);
+  }
+  if (!arguments.at.empty() || arguments.append) throw UsageError("--at and --append need --into");
   const TablePath path = parse_table_path(arguments.table);
-  const std::vector<NamedField> fields = arguments.fields.empty() ? std::vector<NamedField>{} : parse_fields(arguments.fields);
   const Location source = source_location(arguments, fields);
   const std::optional<DType> to = optional_dtype("--dtype", arguments.dtype);
   const RowSelection selection = arguments.rows.selection(/*permutation=*/true);
@@ -210,76 +303,34 @@ int import(const Arguments& arguments, const Common& common) {
   const auto begin = std::chrono::steady_clock::now();
   check_source_is_whole(source, common.memory / 4);
   check_vocabulary_option(arguments.vocabulary, format_has_words(source.format));
-  // The vocabulary in the store is the table's: one that is there while the table is not was left behind.
-  const WordTransfer::Options of_words{.vocabulary = arguments.vocabulary,
-                                       .source_has_words = format_has_words(source.format),
-                                       .source = source.file,
-                                       .destination = path.store / path.table,
-                                       .overwrite = arguments.vocabulary.empty()};
-  std::optional<WordTransfer> words(std::in_place, of_words);
-  const WordSink sink = words->sink();
-  if (arguments.resume && (sink || fields.size() > 1))
-    throw UsageError(sink ? "--resume: words are not kept for an import that is gone on with; --vocab none leaves them out"
-                          : "--resume is for one field");
-
-  const auto origin_of = [&](const Location& part) { return file_origin(part, to, arguments.input.options(part)); };
-  Location weight = source;
-  if (fields.size() > 1) {
-    const auto found = std::find_if(fields.begin(), fields.end(), [](const NamedField& one) { return one.field == "weight"; });
-    if (found == fields.end()) throw UsageError("--field: a table needs its 'weight' among the fields, as in weight=NAME,sum");
-    weight.selector = found->name;
-  }
-  const RowOrigin origin = origin_of(weight);
-  std::optional<SelectedRows> rows(std::in_place, origin, selection, arguments.resume ? std::nullopt : to, sink,
-                                   common.memory / 4);
-  RowReader* reader = &rows->reader();
-  options.rows = reader->rows();
-  options.dim = reader->dim();
-  options.dtype = to.value_or(rows->from());
-  const Geometry geometry = check_table_options(options);
-  const Schema schema(options.dim, options.dtype, options.optimizer);
-  Store::ImportedState state;
-  std::vector<std::unique_ptr<SelectedRows>> states;
-  for (const NamedField& one : fields) {
-    if (fields.size() == 1 || one.field == "weight") continue;
-    const Field& field = schema.field(one.field);
-    Location part = source;
-    part.selector = one.name;
-    states.push_back(std::make_unique<SelectedRows>(file_origin(part, field.dtype, arguments.input.options(part)), selection,
-                                                    field.dtype, WordSink{}, common.memory / 8 / fields.size()));
-    state.fields.emplace(one.field, &states.back()->reader());
-  }
-  TransferResult result{.source = arguments.source,
-                        .destination = path.text(),
-                        .rows = options.rows,
-                        .dim = options.dim,
-                        .from = rows->from(),
-                        .to = options.dtype,
-                        .report = {},
-                        .seconds = 0,
-                        .remarks = reader->remarks()};
-
-  std::optional<PartialRows> partial;
-  std::unique_ptr<RowReader> staged;
-  std::uint64_t resumed = 0;
+  if (arguments.resume && (fields.size() > 1 || (format_has_words(source.format) && arguments.vocabulary != "none")))
+    throw UsageError(fields.size() > 1
+                         ? "--resume is for one field"
+                         : "--resume: words are not kept for an import that is gone on with; --vocab none leaves them out");
+  if (fields.size() > 1 &&
+      std::none_of(fields.begin(), fields.end(), [](const NamedField& one) { return one.field == "weight"; }))
+    throw UsageError("--field: a table needs its 'weight' among the fields, as in weight=NAME,sum");
+  ImportOptions importing;
+  importing.reading = arguments.input.options(source);
+  if (fields.size() > 1)
+    for (const NamedField& one : fields) importing.fields.push_back({one.field, one.name});
+  importing.dtype = to;
+  importing.rows = selection;
+  importing.vocabulary = arguments.vocabulary;
+  importing.check = arguments.check;
+  importing.memory = common.memory / 2;
+  std::optional<ProgressLine> line;
+  importing.progress = [&](std::uint64_t done, std::uint64_t total) {
+    if (line) line->callback()(done, total);
+  };
+  std::optional<TableImport> job(std::in_place, source, path.store / path.table, importing, options);
+  const Geometry geometry = check_table_options(job->table());
+  const std::uint64_t row_bytes = job->table().dim * item_size(job->table().dtype);
   if (arguments.resume) {
     if (store_at(path.store) && Store::open(path.store, store_options(common, StoreOptions::Mode::kRead)).contains(path.table))
       throw AlreadyExists(fmt::format("{} already exists; 'embermap remove' it first", printable(path.text())));
-    PartialRows::Copy copy{.of = origin.identity,
-                           .rows = options.rows,
-                           .dim = options.dim,
-                           .from = rows->from(),
-                           .dtype = options.dtype,
-                           .header = {}};
-    copy.of.emplace("dtype", fmt::format("{} to {}", dtype_name(copy.from), dtype_name(copy.dtype)));
-    copy.of.emplace("shape", fmt::format("{} x {}", copy.rows, copy.dim));
-    copy.of.emplace("order", selection.order.empty() ? std::string("none") : file_identity(selection.order));
-    partial.emplace(partial_target(path), copy, /*overwrite=*/false);
-    resumed = partial->done();
-    ProgressLine line("read " + path.table, options.dim * item_size(options.dtype), common.quiet);
-    continue_partial(*reader, *partial, common.memory / 4, line.callback());
-    staged = partial->reader();
-    reader = staged.get();
+    ProgressLine reading("read " + path.table, row_bytes, common.quiet);
+    job->read_resumably(reading.callback());
   }
 
   StoreOptions opening = store_options(common, StoreOptions::Mode::kOpenOrCreate);
@@ -287,47 +338,23 @@ int import(const Arguments& arguments, const Common& common) {
   NewTable destination(path, opening);
   check_free_space(path.store, path.store / (path.table + ".npy"), geometry.file_bytes());
   // Half of a vocabulary in the store's directory goes before that does, where this fails; so does an order of rows.
-  std::optional<InverseOrder> inverse;
-  const std::unique_ptr<std::optional<WordTransfer>, void (*)(std::optional<WordTransfer>*)> words_end(
-      &words, [](std::optional<WordTransfer>* w) { w->reset(); });
-  const std::unique_ptr<std::optional<InverseOrder>, void (*)(std::optional<InverseOrder>*)> inverse_end(
-      &inverse, [](std::optional<InverseOrder>* i) { i->reset(); });
-  words->begin(options.rows, rows->all_rows());
-  if (!selection.order.empty()) {
-    const std::filesystem::path place = order_beside(path.store / path.table);
-    if (destination.store().contains(path.table + ".order"))
-      throw AlreadyExists(fmt::format("{} is the table '{}': there is no place for the order of rows", printable(place),
-                                      printable(path.table + ".order")));
-    const auto order = RowOrder::open(selection.order);
-    inverse.emplace(*order, rows->all_rows(), /*permutation=*/true, place, /*overwrite=*/true, common.memory / 8);
-  }
+  const std::unique_ptr<std::optional<TableImport>, void (*)(std::optional<TableImport>*)> job_end(
+      &job, [](std::optional<TableImport>* one) { one->reset(); });
   Json extra;
-  {
-    ProgressLine line("import " + path.table, options.dim * item_size(options.dtype), common.quiet);
-    const Table table = destination.store().import(path.table, *reader, options, state, line.callback());
-    if (arguments.check) check_written(*reader, *table_rows(table), /*bits=*/true, path.text(), common.memory / 8);
-    extra = result_json(common, path, table);
-  }
+  line.emplace("import " + path.table, row_bytes, common.quiet);
+  extra = result_json(common, path, job->run(destination.store(), path.table));
+  line.reset();
   extra["in_place"] = false;
-  if (arguments.check) extra["checked"] = true;
-  if (!words->written().empty()) extra["vocabulary"] = json_text(words->written().native());
-  if (inverse) extra["order"] = json_text(inverse->path().native());
-  if (resumed != 0) extra["resumed_rows"] = resumed;
-  if (fields.size() > 1)
-    for (const NamedField& one : fields) extra["fields"].push_back(json_text(one.field));
-  result.report = partial ? partial->report() : rows->report();
   try {
-    if (inverse) inverse->finish();
-    words->finish();
+    job->finish();
     destination.keep();
   } catch (...) {
-    if (inverse) inverse->withdraw();
-    words->withdraw();
+    job->withdraw();
     throw;
   }
-  if (partial) partial->remove();
-  result.seconds = seconds_since(begin);
-  print_transfer(common, result, extra);
+  print_transfers(common, arguments.source, path.text(), job->results(),
+                  fields.size() > 1 ? own_names(fields) : std::vector<NamedField>{}, arguments.check, seconds_since(begin),
+                  extra);
   return kDone;
 }
 
@@ -339,7 +366,8 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
   command->add_option("SRC", arguments->source, kSourceHelp)->required();
   command
       ->add_option("TABLE", arguments->table,
-                   "STORE/TABLE, which must not exist (but with --optimizer-state); the store is made if it is not there")
+                   "STORE/TABLE, which must not exist (but with --into and --optimizer-state); the store is made if it is not "
+                   "there")
       ->required();
   arguments->input.add_to(*command);
   command
@@ -353,6 +381,16 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
   command->add_flag("--all", arguments->all,
                     "SRC is what 'embermap export --all' wrote: the table as it was, with state, steps and vocabulary (taken so "
                     "by itself where SRC is seen to be one)");
+  command
+      ->add_flag("--into", arguments->into,
+                 "TABLE is there: rows of SRC take the place of its rows, as one commit or not at all; columns have to be as "
+                 "many, --dtype has to name the table's where it does not hold all values of SRC's. STORE/TABLE:field: state of "
+                 "the optimizer; what is not named stays as it is")
+      ->group("Into a table that is there");
+  command->add_option("--at", arguments->at, "The first row that is replaced (default: all are, and SRC has as many)")
+      ->type_name("ROW")
+      ->group("Into a table that is there");
+  command->add_flag("--append", arguments->append, "Rows of SRC become new ones at the end")->group("Into a table that is there");
   command->add_flag("--optimizer-state", arguments->optimizer_state,
                     "SRC is torch.save(optimizer.state_dict()): its state, steps and options go onto TABLE, which is there and "
                     "has an optimizer of that kind");
@@ -360,23 +398,26 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
       ->type_name("N");
   command->add_flag("--in-place", arguments->in_place, "Use the .npy file where it is instead of a copy; training writes to it");
   command->add_flag("--read-only", arguments->read_only, "With --in-place: never write to the file");
-  command->add_flag("--check", arguments->check, "Read the table back and compare it with SRC");
+  command->add_flag("--check", arguments->check, "Read the table back, all of its fields that come from SRC, and compare");
   command->add_flag("--resume", arguments->resume,
                     "Go on with an import that was interrupted, and keep what is done if this one is: .STORE.TABLE.resume and "
                     ".STORE.TABLE.resume.json beside STORE, as long as it is not complete");
   arguments->rows.add_to(
       *command,
       "Row i of the table is row FILE[i] of SRC: integers in any format, .txt too, with each row once; the way "
-      "back goes to STORE/TABLE.order.npy",
-      /*with_rows=*/false);
+      "back goes to STORE/TABLE.order.npy. With --into: any rows, and no way back");
   add_vocabulary_option(*command, arguments->vocabulary,
-                        "Where the words of SRC are written, one a line (default STORE/TABLE.vocab.txt); 'none': nowhere");
+                        "Where the words of SRC are written, one a line (default STORE/TABLE.vocab.txt); 'none': nowhere. With "
+                        "--into: the words that the rows of SRC have to have, or are added to");
   arguments->optimizer.add_to(*command);
   add_store_options(*command, common);
   finish_command(*command, common, chosen,
                  "  embermap import vectors.npy tables/items --optimizer adagrad --lr 0.05\n"
                  "  embermap import model.h5:/embeddings/words tables/words --dtype float16\n"
                  "  embermap import glove.6B.100d.txt tables/glove\n"
+                 "  embermap import new.npy tables/items --into --at 5000\n"
+                 "  embermap import new.npy tables/items --into --append\n"
+                 "  embermap import state.npz tables/items --into --field sum\n"
                  "  embermap import huge.npy tables/huge --in-place --read-only",
                  [arguments](const Common& c) { return import(*arguments, c); });
 }

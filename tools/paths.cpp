@@ -14,6 +14,7 @@
 #include "base/error.hpp"
 #include "io/file.hpp"
 #include "io/npy.hpp"
+#include "io/same_file.hpp"
 #include "store/store.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -132,13 +133,6 @@ void require_regular_file(const std::filesystem::path& file) {
   if (stat(file.c_str(), &status) != 0) throw IoError(errno, "open", file);
   if (S_ISDIR(status.st_mode)) throw IoError(EISDIR, "open", file);
   if (!S_ISREG(status.st_mode)) throw FormatError(file, fmt::format("is {}, not a regular file", kind_of(status.st_mode)));
-}
-
-bool same_file(const std::filesystem::path& a, const std::filesystem::path& b) {
-  struct stat first {
-  }, second{};
-  return stat(a.c_str(), &first) == 0 && stat(b.c_str(), &second) == 0 && first.st_dev == second.st_dev &&
-         first.st_ino == second.st_ino;
 }
 
 void check_destination(const Location& destination, const std::filesystem::path& source, bool overwrite, bool whole) {

@@ -37,9 +37,6 @@ Location parse_destination(std::string_view option, const std::string& text, con
 // file. Does not open it, so it cannot hang.
 void require_regular_file(const std::filesystem::path& file);
 
-// True if both are there and are one file: through links, "./", bind mounts.
-bool same_file(const std::filesystem::path& a, const std::filesystem::path& b);
-
 // Throws unless `destination` may be written as a new file that replaces an old one only with `overwrite`: AlreadyExists, IoError
 // (a directory), InvalidArgument (a device, anything in a store's own directory, an HDF5 file of several datasets none of which
 // is named: they would be lost). A named dataset of an HDF5 file is left to its writer, which keeps the others. `source` may be

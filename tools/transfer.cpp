@@ -152,6 +152,17 @@ void DestinationArguments::set(CopyOptions& options, const Location& destination
   options.gzip = static_cast<int>(level);
 }
 
+namespace {
+
+std::vector<std::pair<std::string, std::filesystem::path>> written_beside(const CopyResult& copied) {
+  std::vector<std::pair<std::string, std::filesystem::path>> out;
+  if (!copied.vocabulary.empty()) out.emplace_back("words", copied.vocabulary);
+  if (!copied.order.empty()) out.emplace_back("the way back", copied.order);
+  return out;
+}
+
+}  // namespace
+
 TransferResult transfer_result(const std::string& source, const std::string& destination, const CopyResult& copied,
                                double seconds) {
   return {.source = source,
@@ -162,7 +173,8 @@ TransferResult transfer_result(const std::string& source, const std::string& des
           .to = copied.to,
           .report = copied.report,
           .seconds = seconds,
-          .remarks = copied.remarks};
+          .remarks = copied.remarks,
+          .written = written_beside(copied)};
 }
 
 Json copy_json(const CopyResult& copied, bool checked) {
@@ -199,6 +211,7 @@ void print_transfer(const Common& common, const TransferResult& result, const Js
   } else if (!common.quiet) {
     print(fmt::format("{}: {} x {} {}\n", printable(result.destination), grouped(result.rows), grouped(result.dim),
                       dtype_name(result.to)));
+    for (const auto& [what, file] : result.written) print(fmt::format("{} in {}\n", what, printable(file)));
     for (const Remark& remark : result.remarks)
       if (!remark.doubt) print(remark.text + "\n");
   }

@@ -60,6 +60,7 @@ class SelectionArguments {
   void add_to(CLI::App& command, const char* order_help, bool with_rows = true);
   // `permutation`: whether the order has to be one. Throws UsageError.
   RowSelection selection(bool permutation) const;
+  bool some() const noexcept { return rows_.given(); }  // --rows
 
  private:
   RangeArguments rows_;
@@ -100,7 +101,8 @@ struct TransferResult {
   DType from = DType::kFloat32, to = DType::kFloat32;
   ConversionReport report;
   double seconds = 0;
-  std::vector<Remark> remarks = {};  // of the source
+  std::vector<Remark> remarks = {};                                         // of the source
+  std::vector<std::pair<std::string, std::filesystem::path>> written = {};  // beside the rows: what, and where
 };
 
 // The same of a copy, with {"vocabulary", "order", "resumed_rows", "checked"} where there are such.

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import os
 import warnings
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from . import _core
+from . import _core, _dtypes
 
 
 def numbers(options: Any) -> None:
     """Every field of a dataclass of hyperparameters has the type that it says: float, bool, a pair
     of numbers, a number or None, or one of some words.
     """
-    for entry in fields(options):
+    for entry in dataclasses.fields(options):
         value = getattr(options, entry.name)
         name = f"{entry.name} of {type(options).__name__}"
         kind = str(entry.type if isinstance(entry.type, str) else entry.type.__name__)
@@ -81,6 +82,80 @@ def columns(dim: object) -> int:
     if number == 0:
         raise ValueError("dim must be at least 1")
     return number
+
+
+Reading = tuple[str | None, bool, bool, str | None, int, int]
+Selection = tuple[int, int, bytes, int]
+
+_ALL = 2**64 - 1
+
+
+def reading(
+    source_dtype: Any,
+    allow_external: object,
+    follow_links: object,
+    format: object,  # noqa: A002
+    dim: object,
+    offset: object,
+) -> Reading:
+    """How a file is read, as the core takes it."""
+    return (
+        None if source_dtype is None else _dtypes.dtype_name(source_dtype),
+        bool(allow_external),
+        bool(follow_links),
+        None if format is None else str(format),
+        columns(dim),
+        integer(offset, "offset"),
+    )
+
+
+def row_range(rows: object, count: Callable[[], int]) -> tuple[int, int]:
+    """(first, end) of a slice or a pair, end 2**64 - 1 for all. `count` says how many rows there
+    are, asked only where a number counts from the end.
+    """
+    if rows is None:
+        return 0, _ALL
+    if not isinstance(rows, slice) and not (isinstance(rows, tuple) and len(rows) == 2):
+        raise TypeError(f"rows must be a slice or (first, end), not {rows!r}")
+    part = rows if isinstance(rows, slice) else slice(*rows)
+    if part.step not in (None, 1):
+        raise ValueError(f"rows must be consecutive, not {rows!r}")
+    try:
+        first = 0 if part.start is None else operator.index(part.start)
+        end = _ALL if part.stop is None else operator.index(part.stop)
+    except TypeError:
+        raise TypeError(f"rows must be a slice or (first, end), not {rows!r}") from None
+    if first < 0 or end < 0:
+        first, end, _ = part.indices(count())
+    first, end = min(first, _ALL), min(end, _ALL)
+    return first, max(first, end)
+
+
+def selection(
+    rows: tuple[int, int], order: str | os.PathLike[str] | None, jobs: object
+) -> Selection:
+    """Which rows, as the core takes it."""
+    return (*rows, b"" if order is None else os.fsencode(order), integer(jobs, "jobs", most=256))
+
+
+def pairs(fields: object) -> list[tuple[str, str]]:
+    """A list of names, or {name: what it is of}, as pairs; None: none."""
+    if fields is None:
+        return []
+    if isinstance(fields, str | bytes) or not isinstance(fields, Iterable):
+        raise TypeError(f"fields must be a list of names, not {fields!r}")
+    found = list(fields.items()) if isinstance(fields, Mapping) else [(n, n) for n in fields]
+    if not found:
+        raise ValueError("fields names nothing")
+    return [(str(name), str(of)) for name, of in found]
+
+
+def told(found: dict[str, Any]) -> list[str]:
+    """Takes the remarks out of what the core says of a copy, each once."""
+    out: list[str] = found.pop("remarks")
+    for part in found.get("fields", {}).values():
+        out += [text for text in part.pop("remarks") if text not in out]
+    return out
 
 
 def size(value: object, name: str) -> int:

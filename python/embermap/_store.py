@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -317,14 +317,20 @@ class Store:
         *,
         dtype: Any = None,
         source_dtype: Any = None,
+        rows: slice | tuple[int | None, int | None] | None = None,
+        order: str | os.PathLike[str] | None = None,
+        fields: Sequence[str] | Mapping[str, str] | None = None,
         optimizer: optimizers.Optimizer | None = None,
         page_bytes: int | str = 4096,
         memory: int | str | None = None,
         allow_external: bool = False,
+        follow_links: bool = False,
         format: str | None = None,  # noqa: A002
         dim: int | None = None,
         offset: int = 0,
         vocab: str | os.PathLike[str] | None = None,
+        check: bool = False,
+        jobs: int = 1,
         progress: Progress | None = None,
     ) -> Table:
         """Make a table with the rows of a file: "x.npy", "x.npz:member", "x.h5:/path/to/dataset",
@@ -343,13 +349,20 @@ class Store:
             dtype: convert to this dtype; None keeps the file's. Bytes that do not say what they
                 are (bfloat16 in a .npy, raw files) are taken as this.
             source_dtype: what bytes are that do not say it, where `dtype` is another one.
+            rows: only these, a slice or (first, end) as of one, with step 1.
+            order: a file of row numbers, integers in any format, each row once: row i of the table
+                is row order[i] of `src`. The way back goes to STORE/NAME.order.npy.
+            fields: the weight and state of the optimizer, each from the array of its name, or
+                {field: array}: `fields=["weight", "sum"]`.
             optimizer: one of `embermap.optim`; its state begins as in a new table.
             page_bytes, memory: as for create.
-            allow_external: let an HDF5 file refer to raw files in its own folder.
+            allow_external, follow_links: as for `embermap.io.open`.
             format: the file's; None: what its content, else its name, tells. "glove", "raw", ...
             dim: columns, where the format does not tell them: raw, GloVe, an empty .fvecs.
             offset: bytes before the first row of a raw file.
             vocab: the file that words go to; None: STORE/NAME.vocab.txt, "none": nowhere.
+            check: read all fields back and compare with `src`.
+            jobs: threads that read and convert.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables: they wait for this call to end.
 
@@ -359,25 +372,37 @@ class Store:
 
         Raises: FileNotFoundError, FormatError, NotFoundError (nothing of that name in the file),
         TypeError (dtype that does not fit), ValueError (a format that is not known or cannot be
-        told, several arrays that could be meant), FileExistsError (table, vocabulary), OSError.
+        told, several arrays that could be meant), FileExistsError (table, vocabulary), CorruptError
+        (check), OSError.
         """
-        handle, infinite, zero, remarks = self._live.import_file(
+        how = _checks.reading(source_dtype, allow_external, follow_links, format, dim, offset)
+
+        def count() -> int:
+            core = _core.FileRows(os.fsencode(src), how)
+            try:
+                return core.rows
+            finally:
+                core.close()
+
+        handle, found = self._live.import_file(
             _table_name(name),
             os.fsencode(src),
             None if dtype is None else _dtypes.dtype_name(dtype),
-            None if source_dtype is None else _dtypes.dtype_name(source_dtype),
+            how,
+            _checks.selection(_checks.row_range(rows, count), order, jobs),
+            _checks.pairs(fields),
             optimizers._to_core(optimizer),
             _checks.size(page_bytes, "page_bytes"),
             _table_memory(memory),
-            bool(allow_external),
-            None if format is None else str(format),
-            _checks.columns(dim),
-            _checks.integer(offset, "offset"),
             b"" if vocab is None else os.fsencode(vocab),
             os.fsencode(self.path / name),
+            bool(check),
             progress,
         )
-        _checks.tell(remarks)
+        _checks.tell(_checks.told(found))
+        parts = found.get("fields", {"weight": found}).values()
+        infinite = sum(part["became_infinite"] for part in parts)
+        zero = sum(part["became_zero"] for part in parts)
         if infinite or zero:
             warnings.warn(
                 f"{infinite} values of {os.fsdecode(src)!r} became infinite in "

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,10 @@ __all__ = ["Prefetch", "Progress", "Table", "TableView"]
 Progress = Callable[[int, int], object]
 
 _STREAM_BYTES = 4 << 20  # slices from here on go past the hot pages, in blocks of this size
+
+
+def _counts(found: dict[str, Any]) -> dict[str, Any]:
+    return {key: found[key] for key in ("became_infinite", "became_zero")}
 
 
 class Table:
@@ -639,13 +643,18 @@ class Table:
         dst: str | os.PathLike[str],
         *,
         field: str = "weight",
+        fields: Sequence[str] | Mapping[str, str] | None = None,
+        rows: slice | tuple[int | None, int | None] | None = None,
+        order: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
         dtype: Any = None,
         gzip: int | None = None,
         format: str | None = None,  # noqa: A002
         vocab: str | os.PathLike[str] | None = None,
+        check: bool = False,
+        jobs: int = 1,
         progress: Progress | None = None,
-    ) -> dict[str, int]:
+    ) -> dict[str, Any]:
         """Write a field to a file: "x.npy", "x.npz:member", "x.h5:/path", "x.safetensors:tensor",
         "x.pt:tensor", "x.vec" (docs/formats.md has all).
 
@@ -655,6 +664,11 @@ class Table:
         Args:
             dst: where to.
             field: "weight" or a state field of the optimizer.
+            fields: several of them into one new file (npz, HDF5, safetensors, torch), under their
+                names, or {name in dst: field}.
+            rows: only these, a slice or (first, end) as of one, with step 1.
+            order: a file of row numbers, integers in any format, any rows in any order: row i of
+                `dst` is row order[i]. The place of each row goes to "DST.order.npy", -1 for none.
             overwrite: replace what is there (otherwise FileExistsError).
             dtype: convert to this dtype; None keeps the field's.
             gzip: compression level 0 to 9, HDF5 and npz only; None does not compress.
@@ -662,11 +676,14 @@ class Table:
             vocab: a file with the words of the rows, one a line, for formats with words; None:
                 STORE/NAME.vocab.txt, where `Store.import_file` leaves it; "none": words are the
                 numbers of the rows.
+            check: read `dst` back and compare.
+            jobs: threads that read and convert.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables, which may wait for this call to end.
 
         Returns how many values the conversion made infinite and how many it made zero:
-        {"became_infinite", "became_zero"}. Warns if any became infinite.
+        {"became_infinite", "became_zero"}, with `order` also "order", the file with the places, and
+        with `fields` "fields", such a dict for each. Warns if any became infinite.
 
         Raises: FileExistsError, NotFoundError (no such field; a format with words and no
         vocabulary), ValueError (a file of the store itself or one a table has adopted; a format
@@ -682,16 +699,127 @@ class Table:
         wanted = None if dtype is None else _dtypes.dtype_name(dtype)
         words = b"" if vocab is None else os.fsencode(vocab)
         beside = os.fsencode(self._store.path / self._name)
-        infinite, zero = core.export(
-            location, field, bool(overwrite), wanted, gzip, kind, words, beside, progress
+        found = core.export(
+            location,
+            field,
+            _checks.pairs(fields),
+            _checks.selection(_checks.row_range(rows, lambda: core.rows), order, jobs),
+            bool(overwrite),
+            wanted,
+            gzip,
+            kind,
+            words,
+            beside,
+            self._store.commit_number,
+            bool(check),
+            progress,
         )
-        if infinite:
+        parts = {name: _counts(part) for name, part in found.get("fields", {}).items()}
+        counts = _counts(found)
+        if parts:
+            counts = {key: sum(part[key] for part in parts.values()) for key in counts}
+        if counts["became_infinite"]:
             warnings.warn(
-                f"{infinite} values of table {self._name!r} became infinite in {wanted}",
+                f"{counts['became_infinite']} values of table {self._name!r} became infinite in "
+                f"{wanted}",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return {"became_infinite": infinite, "became_zero": zero}
+        if "order" in found:
+            counts["order"] = found["order"]
+        return {**counts, "fields": parts} if parts else counts
+
+    def import_file(
+        self,
+        src: str | os.PathLike[str],
+        *,
+        at: int | None = None,
+        append: bool = False,
+        field: str = "weight",
+        fields: Sequence[str] | Mapping[str, str] | None = None,
+        rows: slice | tuple[int | None, int | None] | None = None,
+        order: str | os.PathLike[str] | None = None,
+        dtype: Any = None,
+        source_dtype: Any = None,
+        allow_external: bool = False,
+        follow_links: bool = False,
+        format: str | None = None,  # noqa: A002
+        dim: int | None = None,
+        offset: int = 0,
+        vocab: str | os.PathLike[str] | None = None,
+        check: bool = False,
+        jobs: int = 1,
+        progress: Progress | None = None,
+    ) -> dict[str, Any]:
+        """Replace rows of this table by those of a file, as `embermap import --into` does.
+
+        Without `at` and `append` the file has as many rows as the table. State of the optimizer
+        stays as it is, but for `field` and `fields`. Part of the next commit; `append` commits, as
+        the method of that name does. Where something is wrong with the file, or a value, this is
+        found before the first row is changed: rows are read once if they fit 32 MiB, else twice.
+        After an error in writing (a full disk) some rows are new; leaving the store without a
+        commit gives all of them up.
+
+        Args:
+            src: the file, and after a colon the array in it.
+            at: the first row that is replaced.
+            append: rows become new ones at the end, with initial state where `fields` names none.
+            field: "weight" or a state field of the optimizer, for the rows of one array.
+            fields: several, each from the array of its name in `src`, or {field: array}.
+            rows: only these of `src`, a slice or (first, end) as of one, with step 1.
+            order: a file of row numbers, integers in any format, any rows of `src` in any order.
+            dtype: rows whose values the table's dtype does not all hold are converted (nearest
+                even) where this is the table's; others are refused (TypeError).
+            source_dtype, allow_external, follow_links, format, dim, offset: as for
+                `Store.import_file`.
+            vocab: formats with words (word2vec, GloVe, fastText) have to have those of this
+                vocabulary in these rows (ValueError), one a line; None: STORE/NAME.vocab.txt,
+                "none": they are not looked at. With `append` they are added to it.
+            check: read the rows back and compare with `src`.
+            jobs: threads that read and convert.
+            progress: as for `export`.
+
+        Returns {"rows", "dim", "source_dtype", "dtype", "became_infinite", "became_zero"}, with
+        `fields` also "fields", such a dict for each. Warns as `Store.import_file`.
+
+        Raises: as `Store.import_file`; ValueError (rows that do not fit in, other columns).
+        """
+        core = self._live
+        how = _checks.reading(source_dtype, allow_external, follow_links, format, dim, offset)
+
+        def count() -> int:
+            there = _core.FileRows(os.fsencode(src), how)
+            try:
+                return there.rows
+            finally:
+                there.close()
+
+        found = self._store._live.import_rows(
+            core,
+            os.fsencode(src),
+            None if dtype is None else _dtypes.dtype_name(dtype),
+            how,
+            _checks.selection(_checks.row_range(rows, count), order, jobs),
+            _checks.pairs(fields),
+            field,
+            None if at is None else _checks.integer(at, "at"),
+            bool(append),
+            b"" if vocab is None else os.fsencode(vocab),
+            bool(check),
+            progress,
+        )
+        _checks.tell(_checks.told(found))
+        parts = list(found.get("fields", {"": found}).values())
+        infinite = sum(part["became_infinite"] for part in parts)
+        zero = sum(part["became_zero"] for part in parts)
+        if infinite or zero:
+            warnings.warn(
+                f"{infinite} values of {os.fsdecode(src)!r} became infinite in table "
+                f"{self._name!r}, {zero} became zero",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return found
 
     def export_all(
         self,

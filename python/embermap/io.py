@@ -33,7 +33,6 @@ Path = str | os.PathLike[str]
 Progress = Callable[[int, int], object]
 
 _BLOCK_BYTES = 1 << 20
-_ALL = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Entry:
 
 
 # What `open` was asked for, its file with the whole path: what _core.FileRows takes.
-_Request = tuple[bytes, str | None, bool, str | None, int, int]
+_Request = tuple[bytes, _checks.Reading]
 # The same of a column in a Parquet or Arrow file, for _columns.ColumnRows.
 _ColumnRequest = tuple[_columns.Place, str | None, int | None]
 # Inode, bytes and time of modification of a file, which tell it from another one.
@@ -233,6 +232,7 @@ def open(  # noqa: A001
     dim: int | None = None,
     offset: int = 0,
     allow_external: bool = False,
+    follow_links: bool = False,
 ) -> Rows:
     """Open the rows of a file: "x.npy", "x.h5:/dataset", "x.safetensors:tensor", "x.vec", ...
 
@@ -245,7 +245,9 @@ def open(  # noqa: A001
         dtype: what bytes are that do not say it (raw files, bfloat16 in a .npy); of text, float64
             instead of float32. Else it must be the file's.
         dim, offset: columns, and bytes before the first row, of raw files.
-        allow_external: let an HDF5 file refer to raw files in its own folder.
+        allow_external: let an HDF5 file refer to files below its own folder: raw files, virtual
+            datasets, external links.
+        follow_links: the same wherever those files are, for a file that is trusted.
 
     Raises: FileNotFoundError, FormatError, NotFoundError (no such array; the error lists those that
     are there), TypeError (elements that no table can hold), ValueError, OSError.
@@ -253,16 +255,8 @@ def open(  # noqa: A001
     name = None if dtype is None else _dtypes.dtype_name(dtype)
     if (place := _columns.place_of(src, format)) is not None:
         return Rows((place, name, _checks.columns(dim) or None))
-    return Rows(
-        (
-            os.fsencode(src),
-            name,
-            bool(allow_external),
-            None if format is None else str(format),
-            _checks.columns(dim),
-            _checks.integer(offset, "offset"),
-        )
-    )
+    how = _checks.reading(dtype, allow_external, follow_links, format, dim, offset)
+    return Rows((os.fsencode(src), how))
 
 
 def _of_column(request: _Request | _ColumnRequest) -> TypeGuard[_ColumnRequest]:
@@ -293,7 +287,7 @@ def _stamp(request: _Request | _ColumnRequest) -> _Stamp:
         status = os.stat(request[0].file)  # noqa: PTH116
     else:
         plain = cast(_Request, request)
-        status = _core.location_file(plain[0], plain[3]).stat()
+        status = _core.location_file(plain[0], plain[1][3]).stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
@@ -332,6 +326,7 @@ def convert(
     dim: int | None = None,
     offset: int = 0,
     allow_external: bool = False,
+    follow_links: bool = False,
     check: bool = False,
     resume: bool = False,
     jobs: int = 1,
@@ -357,7 +352,7 @@ def convert(
         source_dtype: what bytes of `src` are that do not say it.
         vocab: the words of the rows, see docs/formats.md.
         dim, offset: columns, and bytes before the first row, of a raw `src`.
-        allow_external: let an HDF5 file refer to raw files in its own folder.
+        allow_external, follow_links: as for `open`.
         check: read `dst` back and compare.
         resume: go on with a copy that was interrupted, and keep what is done if this one is.
         jobs: threads that read and convert.
@@ -377,7 +372,7 @@ def convert(
     """
     if gzip is not None:
         gzip = _checks.integer(gzip, "gzip", most=9)
-    pairs = _pairs(fields)
+    pairs = _checks.pairs(fields)
     sides = (_columns.place_of(src, src_format), _columns.place_of(dst, dst_format))
 
     def source() -> Rows:
@@ -388,21 +383,14 @@ def convert(
             dim=dim,
             offset=offset,
             allow_external=allow_external,
+            follow_links=follow_links,
         )
 
-    first, end = 0, _ALL
-    if rows is not None:
-        if not isinstance(rows, slice) and not (isinstance(rows, tuple) and len(rows) == 2):
-            raise TypeError(f"rows must be a slice or (first, end), not {rows!r}")
-        part = rows if isinstance(rows, slice) else slice(*rows)
-        if part.step not in (None, 1):
-            raise ValueError(f"rows must be consecutive, not {rows!r}")
-        first = 0 if part.start is None else operator.index(part.start)
-        end = _ALL if part.stop is None else operator.index(part.stop)
-        if first < 0 or end < 0:  # from the end on; else nobody has to know how many there are
-            with source() as there:
-                first, end, _ = part.indices(len(there))
-        end = max(first, end)
+    def count() -> int:
+        with source() as there:
+            return len(there)
+
+    first, end = _checks.row_range(rows, count)
     threads = _checks.integer(jobs, "jobs", most=256)
     if sides != (None, None):
         if order is not None or pairs or resume or threads > 1:
@@ -429,42 +417,20 @@ def convert(
         os.fsencode(src),
         os.fsencode(dst),
         None if dtype is None else _dtypes.dtype_name(dtype),
-        None if source_dtype is None else _dtypes.dtype_name(source_dtype),
-        first,
-        end,
-        b"" if order is None else os.fsencode(order),
-        threads,
+        _checks.reading(source_dtype, allow_external, follow_links, src_format, dim, offset),
+        _checks.selection((first, end), order, threads),
         pairs,
         bool(overwrite),
         gzip,
-        None if src_format is None else str(src_format),
         None if dst_format is None else str(dst_format),
         b"" if vocab is None else os.fsencode(vocab),
-        _checks.columns(dim),
-        _checks.integer(offset, "offset"),
-        bool(allow_external),
         bool(check),
         bool(resume),
         _checks.size(memory, "memory"),
         progress,
     )
-    told: list[str] = found.pop("remarks")
-    for part in found.get("fields", {}).values():
-        told += [text for text in part.pop("remarks") if text not in told]
-    _checks.tell(told)
+    _checks.tell(_checks.told(found))
     return found
-
-
-def _pairs(fields: Sequence[str] | Mapping[str, str] | None) -> list[tuple[str, str]]:
-    """(name in the new file, name in the old one)."""
-    if fields is None:
-        return []
-    if isinstance(fields, str):
-        raise TypeError(f"fields must be a list of names, not {fields!r}")
-    pairs = list(fields.items()) if isinstance(fields, Mapping) else [(n, n) for n in fields]
-    if not pairs:
-        raise ValueError("fields names nothing")
-    return [(str(name), str(of)) for name, of in pairs]
 
 
 def _convert_columns(

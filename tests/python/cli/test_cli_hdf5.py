@@ -167,9 +167,17 @@ def test_other_files_only_as_allowed(cli: Embermap, tmp_path: Path) -> None:
     cli.ok("convert", below, out, "--allow-external", "--overwrite")
     assert np.load(out).tobytes() == rows.tobytes()
     cli.ok("import", below, tmp_path / "s/t", "--follow-links")
-    cli.fails(
-        "convert", f"{tmp_path}/in/x.h5:soft", tmp_path / "z.npy", "--follow-links", says=["soft"]
-    )
+    # Soft links too that lead to such a link, by whole names and by parts of them.
+    with h5py.File(tmp_path / "in/x.h5", "a") as file:
+        file["group/soft"] = h5py.SoftLink("out")
+        file["group/out"] = h5py.ExternalLink("below.h5", "/")
+        file["round"] = h5py.SoftLink("/round")
+    for name in ("soft", "group/soft/v"):
+        soft = f"{tmp_path}/in/x.h5:{name}"
+        cli.fails("convert", soft, none, says=["external link to below.h5", "allow_external"])
+        cli.ok("convert", soft, out, "--allow-external", "--overwrite")
+        assert np.load(out).tobytes() == rows.tobytes()
+    cli.fails("convert", f"{tmp_path}/in/x.h5:round", none, "--follow-links", says=["soft link"])
 
 
 def test_the_only_dataset_may_have_any_shape(cli: Embermap, tmp_path: Path) -> None:
