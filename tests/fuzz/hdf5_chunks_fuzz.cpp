@@ -63,7 +63,7 @@ void fuzz_one(std::span<const std::byte> input) {
   Taker taker(input);
   ChunkLayout layout;
   layout.record_bytes = 1 + taker.number(1) % 16;
-  layout.chunk_bytes = layout.record_bytes * (1 + taker.number(2) % 4096);
+  layout.chunk_bytes = layout.record_bytes * (1 + taker.number(2) % 512);
   layout.known = true;
   const auto skipped = static_cast<unsigned>(taker.number(1));
   for (std::uint64_t count = taker.number(1) % 7; count > 0; --count) {

@@ -1,8 +1,8 @@
 // HDF5 files. The library is not made for damaged metadata, so an input describes a file that the library makes here: 1 byte for
-// the type of an element, 1 for the number of dimensions, 2 for each (extent and chunk), 1 for the layout, 1 for the filters, 1
-// for the fill value, 1 for the place in the file, 1 for attributes, 1 for the selector; and then, chunk by chunk, what is put
-// there: 1 byte for how, and for raw bytes 1 for the filters skipped, 2 for how many, and the bytes. What is whole must be read
-// as it was written, and what is damaged in any pieces as the same, or refused.
+// the selector and how it is read, 1 for the type of an element, 1 for the number of dimensions, 2 for each (extent and chunk), 1
+// for the layout, 2 for the filters, 1 for the fill value, 1 for the place in the file, 1 for attributes; and then, chunk by
+// chunk, what is put there: 1 byte for how, and for raw bytes 1 for the filters skipped, 2 for how many, and the bytes. What is
+// whole must be read as it was written, and what is damaged in any pieces as the same, or refused.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -140,22 +140,48 @@ struct Made {
   Bytes stored;  // elements in their order
 };
 
-// Up to three filters. Those that the library applies alone are never given damaged bytes: they believe them.
+// A filter that can write LZF too, unlike ours, which is registered again by who reads.
+class LzfForWriting {
+ public:
+  LzfForWriting() {
+    H5Zunregister(kLzf);
+    static const H5Z_class2_t filter{H5Z_CLASS_T_VERS, kLzf, 1, 1, "lzf", nullptr, nullptr, &pack};
+    require(H5Zregister(&filter) >= 0, "no filter can be registered");
+  }
+  ~LzfForWriting() { require(H5Zunregister(kLzf) >= 0, "a filter that is still in use"); }
+  LzfForWriting(const LzfForWriting&) = delete;
+  LzfForWriting& operator=(const LzfForWriting&) = delete;
+
+ private:
+  static std::size_t pack(unsigned flags, std::size_t, const unsigned*, std::size_t bytes, std::size_t* capacity, void** buffer) {
+    if ((flags & H5Z_FLAG_REVERSE) != 0) return 0;
+    const auto* const in = static_cast<const std::byte*>(*buffer);
+    const Bytes packed = plain_lzf(Bytes(in, in + bytes));
+    void* const out = H5allocate_memory(packed.size(), false);
+    std::memcpy(out, packed.data(), packed.size());
+    H5free_memory(*buffer);
+    *buffer = out;
+    *capacity = packed.size();
+    return packed.size();
+  }
+};
+
+// Up to four filters. Those that the library applies alone are never given damaged bytes: they believe them.
 void set_filters(hid_t creation, std::uint64_t filters, Made& made) {
-  for (std::uint64_t rest = filters % 216; rest > 0; rest /= 6) {
-    const std::uint64_t filter = rest % 6;
+  const H5T_class_t type = H5Tget_class(made.element.type.id());
+  for (std::uint64_t rest = filters & 4095U; rest > 0; rest /= 8) {
+    const std::uint64_t filter = rest % 8;
     herr_t set = -1;
-    if (filter == 1) set = H5Pset_deflate(creation, static_cast<unsigned>(filters / 36 % 10));
+    if (filter == 1) set = H5Pset_deflate(creation, static_cast<unsigned>(filters / 8 % 10));
     if (filter == 2) set = H5Pset_shuffle(creation);
     if (filter == 3) set = H5Pset_fletcher32(creation);
     if (filter == 4) set = H5Pset_filter(creation, kLzf, H5Z_FLAG_OPTIONAL, 0, nullptr);
-    if (filter == 5) {
-      const bool packs = H5Tget_class(made.element.type.id()) == H5T_INTEGER;
-      set = packs && filters >= 216 ? H5Pset_nbit(creation) : H5Pset_szip(creation, H5_SZIP_NN_OPTION_MASK, 8);
-    }
+    if (filter == 5) set = H5Pset_szip(creation, H5_SZIP_NN_OPTION_MASK, 8);
+    if (filter == 6) set = H5Pset_nbit(creation);
+    if (filter == 7 && type == H5T_INTEGER) set = H5Pset_scaleoffset(creation, H5Z_SO_INT, H5Z_SO_INT_MINBITS_DEFAULT);
     if (set < 0) continue;  // one that this library has not
     made.filters.push_back(filter);
-    made.ours = made.ours && filter != 5;
+    made.ours = made.ours && filter < 5;
   }
 }
 
@@ -247,8 +273,8 @@ void make_attributes(hid_t dataset, std::uint64_t kinds) {
 }
 
 Made make(Taker& taker, const std::filesystem::path& file) {
-  register_lzf();
   const Session quiet;
+  const LzfForWriting lzf;
   Made made;
   made.element = element_of(taker.number(1));
   const std::uint64_t rank = 1 + taker.number(1) % 3;
@@ -263,7 +289,7 @@ Made make(Taker& taker, const std::filesystem::path& file) {
   }
   made.layout = static_cast<Layout>(taker.number(1) % 5);
   if (made.layout != Layout::kChunked) largest = made.extent;
-  const std::uint64_t filters = taker.number(1), fill = taker.number(1), place = taker.number(1);
+  const std::uint64_t filters = taker.number(2), fill = taker.number(1), place = taker.number(1);
   const std::uint64_t attributes = taker.number(1);
   made.group = std::array{"/", "/a:v/b/", "/data.h5:", "/é/"}[place % 4];
   made.path = made.group + std::array{"v", "x:v", "d.h5", "weight"}[place / 4 % 4];
@@ -285,9 +311,7 @@ Made make(Taker& taker, const std::filesystem::path& file) {
     case Layout::kCompact: H5Pset_layout(creation.id(), H5D_COMPACT); break;
     case Layout::kChunked:
       H5Pset_chunk(creation.id(), static_cast<int>(rank), made.chunk.data());
-      set_filters(creation.id(), filters + 256 * (fill / 4 % 2), made);
-      // What no program here writes is put there chunk by chunk.
-      if (std::count(made.filters.begin(), made.filters.end(), 4U) > 0) written = false;
+      set_filters(creation.id(), filters, made);
       break;
     case Layout::kExternal: {
       const std::uint64_t missing = fill % 8 == 7 ? 1 : 0;
@@ -318,7 +342,7 @@ Made make(Taker& taker, const std::filesystem::path& file) {
   if (written && bytes > 0 &&
       H5Dwrite(dataset.id(), made.element.type.id(), H5S_ALL, H5S_ALL, H5P_DEFAULT, made.stored.data()) < 0)
     throw InvalidArgument("the library does not write it");
-  // What was never written is the fill value; with lzf, chunks that follow are.
+  // What was never written is the fill value.
   const bool never = !written && made.layout != Layout::kExternal && made.layout != Layout::kVirtual;
   if (never) {
     Bytes value(made.element.bytes);

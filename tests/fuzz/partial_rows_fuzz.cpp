@@ -36,7 +36,7 @@ void fuzz_one(std::span<const std::byte> input) {
   const auto there = taker.piece(input.size());
   if ((kind & 1U) == 0) folder().make(PartialRows::record_path(target).filename().native(), record);
   if ((kind & 2U) == 0) folder().make(PartialRows::rows_path(target).filename().native(), there);
-  if ((kind & 12U) == 12U) folder().make("x.raw", there);
+  if ((kind & 8U) != 0) folder().make("x.raw", there);
   const PartialRows::Copy copy{.of = {{"source", "a"}, {"order", "none"}},
                                .rows = kRows,
                                .dim = kDim,

@@ -74,6 +74,12 @@ TEST_F(Hdf5ChunksTest, ChunksOfAnyShapeAndFilterAreReadAsTheLibraryWroteThem) {
       {"shuffle, gzip", [](hid_t p) { H5Pset_shuffle(p), H5Pset_deflate(p, 1); }},
       {"shuffle, gzip, fletcher32", [](hid_t p) { H5Pset_shuffle(p), H5Pset_deflate(p, 9), H5Pset_fletcher32(p); }},
       {"fletcher32, shuffle, gzip", [](hid_t p) { H5Pset_fletcher32(p), H5Pset_shuffle(p), H5Pset_deflate(p, 1); }},
+      // Of noise the first makes more than the chunk was.
+      {"gzip, gzip", [](hid_t p) { H5Pset_deflate(p, 0), H5Pset_deflate(p, 1); }},
+      {"gzip, shuffle, gzip, fletcher32, gzip",
+       [](hid_t p) {
+         H5Pset_deflate(p, 1), H5Pset_shuffle(p), H5Pset_deflate(p, 9), H5Pset_fletcher32(p), H5Pset_deflate(p, 1);
+       }},
       {"fletcher32", [](hid_t p) { H5Pset_fletcher32(p); }}};
   unsigned seed = 0;
   for (const hid_t type : {H5T_STD_I8LE, H5T_IEEE_F32LE, H5T_IEEE_F64LE})
@@ -97,6 +103,33 @@ TEST_F(Hdf5ChunksTest, ChunksOfAnyShapeAndFilterAreReadAsTheLibraryWroteThem) {
                 << name << ' ' << ::testing::PrintToString(shape.extent) << ::testing::PrintToString(shape.chunk) << ' ' << step;
           }
       }
+}
+
+// Behind a filter that packs, szip is given fewer bytes than a chunk has, or a few more.
+TEST_F(Hdf5ChunksTest, SzipBehindOtherFiltersIsRead) {
+  if (H5Zfilter_avail(H5Z_FILTER_SZIP) <= 0) GTEST_SKIP() << "this HDF5 has no szip";
+  unsigned config = 0;
+  if (H5Zget_filter_info(H5Z_FILTER_SZIP, &config) < 0 || (config & H5Z_FILTER_CONFIG_ENCODE_ENABLED) == 0)
+    GTEST_SKIP() << "this HDF5 cannot write szip";
+  const auto szip = [](hid_t p) { H5Pset_szip(p, H5_SZIP_NN_OPTION_MASK, 8); };
+  const std::vector<std::pair<std::string_view, std::function<void(hid_t)>>> pipelines{
+      {"gzip, szip", [&](hid_t p) { H5Pset_deflate(p, 1), szip(p); }},
+      {"nbit, szip, fletcher32", [&](hid_t p) { H5Pset_nbit(p), szip(p), H5Pset_fletcher32(p); }},
+      {"shuffle, fletcher32, szip", [&](hid_t p) { H5Pset_shuffle(p), H5Pset_fletcher32(p), szip(p); }}};
+  for (const auto& [name, set] : pipelines)
+    for (const unsigned values : {3U, 256U}) {
+      const std::vector<std::byte> data = noise(96 * 8, values, values);
+      {
+        const FileId file = create(at("x.h5"));
+        make(file, "v", H5T_STD_U8LE, {96, 8}, data.data(), [&, &put = set](hid_t creation) {
+          const std::array<hsize_t, 2> chunk{32, 8};
+          H5Pset_chunk(creation, 2, chunk.data());
+          put(creation);
+        });
+      }
+      for (const std::uint64_t step : {7U, 96U})
+        EXPECT_TRUE(read_all(*open_rows(location("x.h5:v")), step) == data) << name << ' ' << values;
+    }
 }
 
 TEST_F(Hdf5ChunksTest, ChunksThatWereNeverWrittenAreTheFillValue) {
