@@ -235,6 +235,22 @@ std::string chunk_text(const std::string& path, const std::vector<std::uint64_t>
   return fmt::format("{}: the chunk at {}", printable(path), shape_to_text(origin));
 }
 
+// A chunk without filters. H5Dread_chunk() writes as many bytes as the file says that are stored, and for such a dataset nothing
+// tells how many that are: H5Dget_chunk_storage_size() answers with what a chunk has. H5Dread() takes what belongs there.
+void read_plain_chunk(const ChunkLayout& layout, hid_t dataset, const std::vector<std::uint64_t>& origin,
+                      const std::filesystem::path& file, const std::string& path, std::vector<std::byte>& data) {
+  std::vector<hsize_t> shape(layout.chunk.begin(), layout.chunk.end()), start(origin.begin(), origin.end()), count(shape);
+  for (std::size_t i = 0; i < count.size(); ++i) count[i] = std::min<hsize_t>(count[i], layout.extent[i] - origin[i]);
+  const std::vector<hsize_t> zero(shape.size(), 0);
+  data.assign(layout.chunk_bytes, std::byte{0});
+  const TypeId type{H5Dget_type(dataset)};
+  const SpaceId from{H5Dget_space(dataset)}, to{H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr)};
+  if (!type || !from || !to || H5Sselect_hyperslab(from.id(), H5S_SELECT_SET, start.data(), nullptr, count.data(), nullptr) < 0 ||
+      H5Sselect_hyperslab(to.id(), H5S_SELECT_SET, zero.data(), nullptr, count.data(), nullptr) < 0 ||
+      H5Dread(dataset, type.id(), to.id(), from.id(), H5P_DEFAULT, data.data()) < 0)
+    throw_last(file, fmt::format("cannot read {}", chunk_text(path, origin)));
+}
+
 // The bytes of a chunk as stored, in a Session of the caller's; false if it was never written.
 bool read_chunk(const ChunkLayout& layout, hid_t dataset, const std::vector<std::uint64_t>& origin,
                 const std::filesystem::path& file, const std::string& path, std::vector<std::byte>& data,
@@ -247,6 +263,10 @@ bool read_chunk(const ChunkLayout& layout, hid_t dataset, const std::vector<std:
     throw_last(file, fmt::format("cannot find {}", chunk_text(path, origin)));
   }
   if (bytes == 0) return false;
+  if (layout.known && layout.filters.empty()) {
+    read_plain_chunk(layout, dataset, origin, file, path, data);
+    return true;
+  }
   // No filter makes more of a chunk than this: what says so is damaged, and would take memory for nothing.
   if (bytes > 2 * layout.chunk_bytes + 64_KiB)
     throw FormatError(

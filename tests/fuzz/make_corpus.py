@@ -594,7 +594,7 @@ def make_hdf5() -> None:
         "szip": hdf5(matrix, kind=4, filters=(szip,)),
         "szip_sum": hdf5(matrix, kind=2, filters=(szip, fletcher)),
         "szip_behind": hdf5(matrix, kind=2, filters=(nbit, lzf, szip, fletcher)),
-        "nbit": hdf5(matrix, kind=4, filters=(shuffle, nbit)),
+        "nbit": hdf5(matrix, kind=4, filters=(nbit, shuffle)),
         "scaleoffset": hdf5(matrix, kind=4, filters=(scaleoffset, gzip)),
         "never": hdf5(matrix, fill=3),
         "fill": hdf5([(203, 7), (4, 4)], fill=7 + 1, filters=(gzip,)),

@@ -235,6 +235,31 @@ TEST_F(Hdf5ChunksTest, DamagedChunksAreNamed) {
   }
 }
 
+// Without filters nothing tells how many bytes of a chunk a file says are stored: it must not matter.
+TEST_F(Hdf5ChunksTest, ChunksWithoutFiltersTakeNoMoreThanAChunkHas) {
+  for (const std::size_t stored : {std::size_t{1} << 20, std::size_t{128}}) {
+    const std::vector<std::byte> junk = noise(stored, 1), rest = noise(128, 2);
+    {
+      const FileId file = create(at("x.h5"));
+      make(file, "v", H5T_IEEE_F32LE, {8, 8}, nullptr, [](hid_t creation) {
+        const std::array<hsize_t, 2> chunk{4, 8};
+        H5Pset_chunk(creation, 2, chunk.data());
+      });
+      const DatasetId dataset{H5Dopen2(file.id(), "v", H5P_DEFAULT)};
+      const std::array<hsize_t, 2> first{0, 0}, second{4, 0};
+      EXPECT_GE(H5Dwrite_chunk(dataset.id(), H5P_DEFAULT, 0, first.data(), junk.size(), junk.data()), 0);
+      EXPECT_GE(H5Dwrite_chunk(dataset.id(), H5P_DEFAULT, 0, second.data(), rest.size(), rest.data()), 0);
+    }
+    std::vector<std::byte> expected(junk.begin(), junk.begin() + 128);
+    expected.insert(expected.end(), rest.begin(), rest.end());
+    for (const std::uint64_t step : {1U, 3U, 8U})
+      for (const unsigned threads : {1U, 2U}) {
+        const auto reader = open_rows(location("x.h5:v"), {.threads = threads});
+        EXPECT_TRUE(read_all(*reader, step) == expected) << stored << ' ' << step;
+      }
+  }
+}
+
 TEST(Hdf5Chunk, PackingAndBackIsTheSameForAnyItem) {
   for (const unsigned item : {1U, 2U, 3U, 4U, 7U, 8U, 16U})
     for (const std::size_t bytes : {1U, 15U, 16U, 17U, 1000U, 65536U}) {

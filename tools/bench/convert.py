@@ -112,6 +112,11 @@ def blocks(rows: int, dim: int) -> Any:
     return ((first, min(rows, first + step)) for first in range(0, rows, step))
 
 
+def chunk_of(rows: int, dim: int) -> tuple[int, int]:
+    """About a MiB."""
+    return min(rows, max(1, (1 << 20) // (4 * dim))), dim
+
+
 # --- the others -----------------------------------------------------------------------------------
 # Each as its documentation has it, with blocks where it can: nobody is made to hold it all.
 
@@ -164,9 +169,15 @@ def to_hdf5(source: Path, target: Path, **options: Any) -> None:
 
 
 def to_hdf5_gzip(source: Path, target: Path) -> None:
-    dim = np.load(source, mmap_mode="r").shape[1]
-    chunk = (max(1, (1 << 20) // (4 * dim)), dim)
-    to_hdf5(source, target, chunks=chunk, shuffle=True, compression="gzip", compression_opts=1)
+    rows, dim = np.load(source, mmap_mode="r").shape
+    to_hdf5(
+        source,
+        target,
+        chunks=chunk_of(rows, dim),
+        shuffle=True,
+        compression="gzip",
+        compression_opts=1,
+    )
 
 
 def from_hdf5(source: Path, target: Path) -> None:
@@ -292,7 +303,7 @@ def make_source(name: str, folder: Path) -> None:
     """One of the files that cases read, out of x.npy."""
     rows = np.load(folder / "x.npy", mmap_mode="r")
     path = folder / name
-    chunk = (max(1, (1 << 20) // (4 * rows.shape[1])), rows.shape[1])
+    chunk = chunk_of(*rows.shape)
     if name == "x.h5":
         to_hdf5(folder / "x.npy", path)
     elif name == "chunked.h5":
@@ -343,7 +354,9 @@ def make_fasttext(path: Path, rows: Any) -> None:
         file.write(struct.pack("<2i", 793712314, 12))
         file.write(struct.pack("<12id", dim, 5, 5, 5, 5, 1, 2, 2, 0, 0, 0, 100, 1e-4))
         file.write(struct.pack("<3iqq", count, count, 0, count, -1))
-        write_words(file, rows[:, :0], lambda i, _: b"word%d\0" % i + struct.pack("<qb", 1, 0))
+        entry = b"\0" + struct.pack("<qb", 1, 0)
+        for first, end in blocks(count, dim):
+            file.write(b"".join(b"word%d%b" % (i, entry) for i in range(first, end)))
         file.write(struct.pack("<?qq", False, count, dim))
         for first, end in blocks(count, dim):
             rows[first:end].tofile(file)
