@@ -79,6 +79,25 @@ FilterParameters filter_parameters(hid_t creation, unsigned index) {
   return out;
 }
 
+// The most bytes that a filter makes of so many: what it cannot pack it may store, and say so.
+std::uint64_t most_behind(H5Z_filter_t filter, std::uint64_t bytes) {
+  switch (filter) {
+    case H5Z_FILTER_SHUFFLE: return bytes;
+    case H5Z_FILTER_FLETCHER32: return bytes + 4;
+    case kLzf: return bytes + bytes / 32 + 1;
+    default: return bytes + bytes / 500 + 64;  // zlib's bound is less, and so is that of the library's own filters
+  }
+}
+H5Z_filter_t id_of(Filter::Kind kind) {
+  switch (kind) {
+    case Filter::Kind::kShuffle: return H5Z_FILTER_SHUFFLE;
+    case Filter::Kind::kFletcher32: return H5Z_FILTER_FLETCHER32;
+    case Filter::Kind::kLzf: return kLzf;
+    case Filter::Kind::kDeflate: break;
+  }
+  return H5Z_FILTER_DEFLATE;
+}
+
 // What of a filter's parameters contradicts the chunks they are for.
 std::string contradiction(const FilterParameters& filter, const ChunkLayout& layout) {
   const auto& v = filter.values;
@@ -173,18 +192,20 @@ ChunkLayout chunk_layout(hid_t creation, const std::vector<std::uint64_t>& exten
   const int count = H5Pget_nfilters(creation);
   if (count < 0) throw_last(file, fmt::format("cannot read the filters of {}", printable(dataset)));
   out.known = true;
-  std::uint64_t bytes = out.chunk_bytes;  // that a filter is given
+  std::uint64_t bytes = out.chunk_bytes;  // that a filter is given; the most where filters before it may pack
+  bool exact = true;
   for (int i = 0; i < count; ++i) {
     const FilterParameters filter = filter_parameters(creation, static_cast<unsigned>(i));
     if (const std::string why = contradiction(filter, out); !why.empty()) refuse(why);
     if (filter.id == H5Z_FILTER_SZIP) {
       out.szip = static_cast<unsigned>(i);
       out.szip_bytes = bytes;
-    } else if (filter.id == H5Z_FILTER_FLETCHER32) {
-      bytes += 4;
-    } else {
+      out.szip_exact = exact;
+    } else if (filter.id != H5Z_FILTER_FLETCHER32) {
       out.szip.reset();
     }
+    bytes = most_behind(filter.id, bytes);
+    exact = exact && (filter.id == H5Z_FILTER_SHUFFLE || filter.id == H5Z_FILTER_FLETCHER32);
     switch (filter.id) {
       case H5Z_FILTER_DEFLATE:
         out.filters.push_back({Filter::Kind::kDeflate, filter.count > 0 ? std::min(filter.values[0], 9U) : 6});
@@ -214,6 +235,22 @@ std::string chunk_text(const std::string& path, const std::vector<std::uint64_t>
   return fmt::format("{}: the chunk at {}", printable(path), shape_to_text(origin));
 }
 
+// A chunk without filters. H5Dread_chunk() writes as many bytes as the file says that are stored, and for such a dataset nothing
+// tells how many that are: H5Dget_chunk_storage_size() answers with what a chunk has. H5Dread() takes what belongs there.
+void read_plain_chunk(const ChunkLayout& layout, hid_t dataset, const std::vector<std::uint64_t>& origin,
+                      const std::filesystem::path& file, const std::string& path, std::vector<std::byte>& data) {
+  std::vector<hsize_t> shape(layout.chunk.begin(), layout.chunk.end()), start(origin.begin(), origin.end()), count(shape);
+  for (std::size_t i = 0; i < count.size(); ++i) count[i] = std::min<hsize_t>(count[i], layout.extent[i] - origin[i]);
+  const std::vector<hsize_t> zero(shape.size(), 0);
+  data.assign(layout.chunk_bytes, std::byte{0});
+  const TypeId type{H5Dget_type(dataset)};
+  const SpaceId from{H5Dget_space(dataset)}, to{H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr)};
+  if (!type || !from || !to || H5Sselect_hyperslab(from.id(), H5S_SELECT_SET, start.data(), nullptr, count.data(), nullptr) < 0 ||
+      H5Sselect_hyperslab(to.id(), H5S_SELECT_SET, zero.data(), nullptr, count.data(), nullptr) < 0 ||
+      H5Dread(dataset, type.id(), to.id(), from.id(), H5P_DEFAULT, data.data()) < 0)
+    throw_last(file, fmt::format("cannot read {}", chunk_text(path, origin)));
+}
+
 // The bytes of a chunk as stored, in a Session of the caller's; false if it was never written.
 bool read_chunk(const ChunkLayout& layout, hid_t dataset, const std::vector<std::uint64_t>& origin,
                 const std::filesystem::path& file, const std::string& path, std::vector<std::byte>& data,
@@ -226,6 +263,10 @@ bool read_chunk(const ChunkLayout& layout, hid_t dataset, const std::vector<std:
     throw_last(file, fmt::format("cannot find {}", chunk_text(path, origin)));
   }
   if (bytes == 0) return false;
+  if (layout.known && layout.filters.empty()) {
+    read_plain_chunk(layout, dataset, origin, file, path, data);
+    return true;
+  }
   // No filter makes more of a chunk than this: what says so is damaged, and would take memory for nothing.
   if (bytes > 2 * layout.chunk_bytes + 64_KiB)
     throw FormatError(
@@ -250,19 +291,19 @@ void check_szip_chunks(const ChunkLayout& layout, hid_t dataset, std::uint64_t f
     set_origin(layout, chunk_row, index, origin);
     if (!read_chunk(layout, dataset, origin, file, path, data, skipped) || (skipped >> *layout.szip & 1U) != 0) continue;
     if (data.size() >= sizeof bytes) std::memcpy(&bytes, data.data(), sizeof bytes);
-    if (bytes != layout.szip_bytes)
-      throw FormatError(file, fmt::format("{} is damaged: szip says that it was made of {} bytes, a chunk has {}",
-                                          chunk_text(path, origin), bytes, layout.szip_bytes));
+    if (layout.szip_exact ? bytes != layout.szip_bytes : bytes > layout.szip_bytes)
+      throw FormatError(
+          file, fmt::format("{} is damaged: szip says that it was made of {} bytes, a chunk has {}{}", chunk_text(path, origin),
+                            bytes, layout.szip_exact ? "" : "at most ", layout.szip_bytes));
   }
 }
 
 std::string unpack_chunk(const ChunkLayout& layout, unsigned skipped, std::vector<std::byte>& data,
                          std::vector<std::byte>& scratch) {
-  // Checksums that were taken before something else was done to the chunk are still behind it.
-  std::uint64_t most = layout.chunk_bytes;
-  for (const Filter& filter : layout.filters) most += filter.kind == Filter::Kind::kFletcher32 ? 4U : 0U;
   for (std::size_t i = layout.filters.size(); i-- > 0;) {
     if (i < 32 && (skipped >> i & 1U) != 0) continue;
+    std::uint64_t most = layout.chunk_bytes;  // that this filter was given
+    for (std::size_t before = 0; before < i; ++before) most = most_behind(id_of(layout.filters[before].kind), most);
     const Filter& filter = layout.filters[i];
     switch (filter.kind) {
       case Filter::Kind::kDeflate: {

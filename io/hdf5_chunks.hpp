@@ -33,6 +33,7 @@ struct ChunkLayout {
   // with that number, which the library believes.
   std::optional<unsigned> szip;
   std::uint64_t szip_bytes = 0;
+  bool szip_exact = true;  // else that much at most: filters before it pack
 };
 
 // Reads it from a dataset's creation properties, and looks at what can be seen of damage before the library does: chunks of no

@@ -747,14 +747,22 @@ class Hdf5RowReader final : public RowReader {
           bytes == 0 ? 0 : std::min<std::uint64_t>(std::max<std::uint64_t>(521, chunks_a_row * 10 + 1), 1000003);
       H5Pset_chunk_cache(access, slots, bytes, /*w0=*/1.0);
     };
-    if (chunks_a_row == 1) {
-      cache(filtered ? chunk_bytes : 0);  // rows of an unfiltered chunk are read from where they lie
+    if (!filtered) {
+      // Rows of an unfiltered chunk are read from where they lie; what is cached has as many bytes as the file says, not as a
+      // chunk has.
+      cache(0);
+      if (chunks_a_row > 1 && chunk_bytes > kChunkRowLimit / chunks_a_row) slab_rows_ = rows_in_a_slab();
+    } else if (chunks_a_row == 1) {
+      cache(chunk_bytes);
     } else if (chunk_bytes <= kChunkRowLimit / chunks_a_row) {
       cache(chunk_bytes * chunks_a_row);
     } else {
       cache(0);
-      slab_rows_ = std::min(rows_, std::max<std::uint64_t>(1, kChunkRowLimit / (dim_ * item_size(dtype_))));
+      slab_rows_ = rows_in_a_slab();
     }
+  }
+  std::uint64_t rows_in_a_slab() const {
+    return std::min(rows_, std::max<std::uint64_t>(1, kChunkRowLimit / (dim_ * item_size(dtype_))));
   }
 
   void read_dataset(std::uint64_t first, std::uint64_t count, std::byte* out) {

@@ -241,10 +241,11 @@ std::vector<Entry> list_safetensors(const std::filesystem::path& path) {
     const auto files = read_safetensors_index(path);
     const std::vector<Shard> shards = all_shards(path, files);
     for (const auto& [name, shard_name] : files) {
-      const auto shard =
-          std::find_if(shards.begin(), shards.end(), [&](const Shard& one) { return one.path == beside(path, shard_name); });
+      const auto shard = std::find_if(shards.begin(), shards.end(),
+                                      [&, &wanted = shard_name](const Shard& one) { return one.path == beside(path, wanted); });
       const auto& tensors = shard->header.tensors;
-      if (std::none_of(tensors.begin(), tensors.end(), [&](const SafeTensor& tensor) { return tensor.name == name; }))
+      if (std::none_of(tensors.begin(), tensors.end(),
+                       [&wanted = name](const SafeTensor& tensor) { return tensor.name == wanted; }))
         throw FormatError(path, fmt::format("says that '{}' is in {}, where it is not", printable(name), printable(shard->path)));
     }
     for (const Shard& shard : shards)

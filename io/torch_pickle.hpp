@@ -74,12 +74,18 @@ struct TorchTree {
     DType dtype = DType::kFloat32;
     std::vector<std::uint64_t> shape = {};
   };
-  using Dict = std::vector<std::pair<TorchTree, TorchTree>>;
+  struct Item;  // of a dictionary
+  using Dict = std::vector<Item>;
   using List = std::vector<TorchTree>;
   struct Tuple {
     std::vector<TorchTree> items;
   };
   std::variant<std::monostate, bool, std::int64_t, double, std::string, Tensor, Dict, List, Tuple> value;
+};
+
+struct TorchTree::Item {
+  Item(TorchTree of, TorchTree is) : key{std::move(of)}, value{std::move(is)} {}
+  TorchTree key, value;
 };
 
 // A pickle of protocol 2 that torch.load(weights_only=True) reads. The outermost dictionary is an OrderedDict.

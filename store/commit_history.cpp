@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <nlohmann/json.hpp>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -13,6 +12,7 @@
 #include "io/checksum.hpp"
 #include "store/adoption.hpp"
 #include "store/log_format.hpp"
+#include "store/small_json.hpp"
 
 namespace embermap {
 namespace {
@@ -20,6 +20,7 @@ namespace {
 constexpr std::uint64_t kMostFileBytes = 4 * kHistoryBytes;  // of a file of ours: it is replaced where it would be longer
 constexpr std::string_view kChecksumKey = "\"checksum\"";
 constexpr int kMostLooks = 200;
+constexpr int kDeepest = 32;  // nesting of a line; a note may be less deep
 
 std::string checksum_of(std::string_view text) { return fmt::format("{:016x}", checksum64(std::as_bytes(std::span(text)))); }
 
@@ -34,12 +35,18 @@ std::optional<CommitInfo> parse_line(std::string_view line) {
   if (end == std::string_view::npos ||
       line.substr(end) != fmt::format("{}: \"{}\"}}", kChecksumKey, checksum_of(line.substr(0, end))))
     return std::nullopt;
-  const nlohmann::json json = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-  if (!json.is_object() || !json.contains("commit") || !json["commit"].is_number_unsigned() || !json.contains("time") ||
-      !json["time"].is_string())
+  const auto found = parse_small_json(line, kDeepest);
+  if (!found || !found->is_object()) return std::nullopt;
+  const nlohmann::json& json = *found;
+  if (!json.contains("commit") || !json["commit"].is_number_unsigned() || !json.contains("time") || !json["time"].is_string())
     return std::nullopt;
   CommitInfo commit{.number = json["commit"], .time = json["time"], .note = {}};
-  if (json.contains("note")) commit.note = json["note"].dump();
+  if (!json.contains("note")) return commit;
+  try {
+    commit.note = note_text(json["note"].dump());
+  } catch (const InvalidArgument&) {  // none that a commit takes
+    return std::nullopt;
+  }
   return commit;
 }
 

@@ -23,6 +23,7 @@
 #include "store/commit_history.hpp"
 #include "store/moment.hpp"
 #include "store/page_ledger.hpp"
+#include "store/small_json.hpp"
 #include "store/table_impl.hpp"
 
 namespace embermap {
@@ -234,7 +235,8 @@ class Snapshot {
   void read_marker() {
     const std::filesystem::path file = at(kSnapshotName);
     check_own_file(file);
-    const auto json = nlohmann::json::parse(read_text(file, 64ULL << 20, core_.ops), nullptr, /*allow_exceptions=*/false);
+    constexpr int kDepth = 2;  // the tables in the whole
+    const nlohmann::json json = parse_small_json(read_text(file, 64ULL << 20, core_.ops), kDepth).value_or(nlohmann::json());
     const auto number = [&](const nlohmann::json& value) {
       if (!value.is_number_unsigned()) throw FormatError(file, "is not what a half-done snapshot has; remove the directory");
       return value.get<std::uint64_t>();

@@ -26,6 +26,7 @@ namespace {
 constexpr const char* kSettings = "embermap";
 constexpr const char* kVocabulary = "vocabulary";
 constexpr std::uint64_t kMostSettings = 1U << 20;
+constexpr double kMostWhole = 9007199254740992.0;  // up to here a double has every whole number
 
 RowOrigin reads(std::function<std::unique_ptr<RowReader>()> open) {
   RowOrigin out;
@@ -236,20 +237,15 @@ class TorchState {
   // Numbers of parameters, in order.
   std::vector<std::uint64_t> parameters() const {
     std::vector<std::uint64_t> out;
-    for (std::uint64_t group = 0;; ++group) {
-      std::uint64_t place = 0;
-      for (; const auto id = number(fmt::format("param_groups.{}.params.{}", group, place)); ++place)
-        out.push_back(static_cast<std::uint64_t>(*id));
-      if (place == 0) return out;
-    }
+    for (std::uint64_t group = 0; has_group(group); ++group)
+      for (std::uint64_t place = 0; const auto id = parameter(group, place); ++place) out.push_back(*id);
+    return out;
   }
-  std::uint64_t group_of(std::uint64_t parameter) const {
-    for (std::uint64_t group = 0;; ++group) {
-      std::uint64_t place = 0;
-      for (; const auto id = number(fmt::format("param_groups.{}.params.{}", group, place)); ++place)
-        if (*id == static_cast<double>(parameter)) return group;
-      if (place == 0) throw NotFound(fmt::format("{}: parameter {} is in none of its param_groups", printable(file_), parameter));
-    }
+  std::uint64_t group_of(std::uint64_t wanted) const {
+    for (std::uint64_t group = 0; has_group(group); ++group)
+      for (std::uint64_t place = 0; const auto id = parameter(group, place); ++place)
+        if (*id == wanted) return group;
+    throw NotFound(fmt::format("{}: parameter {} is in none of its param_groups", printable(file_), wanted));
   }
 
   // Why the state of a parameter is not a table's; empty: it is.
@@ -350,6 +346,22 @@ class TorchState {
   const std::filesystem::path& file() const noexcept { return file_; }
 
  private:
+  // A group may have no parameters.
+  bool has_group(std::uint64_t group) const {
+    const std::string prefix = fmt::format("param_groups.{}.", group);
+    const auto first = scalars_.lower_bound(prefix);
+    return first != scalars_.end() && first->first.starts_with(prefix);
+  }
+  // The number that stands there; nothing behind the last one.
+  std::optional<std::uint64_t> parameter(std::uint64_t group, std::uint64_t place) const {
+    const std::string name = fmt::format("param_groups.{}.params.{}", group, place);
+    const std::optional<double> id = number(name);
+    if (!id) return std::nullopt;
+    if (!(*id >= 0) || *id > kMostWhole || std::trunc(*id) != *id)
+      throw FormatError(file_, fmt::format("'{}' is {}, no number of a parameter", name, *id));
+    return static_cast<std::uint64_t>(*id);
+  }
+
   std::filesystem::path file_;
   TorchContents contents_;
   std::map<std::string, const TorchScalar*> scalars_;
@@ -452,7 +464,7 @@ TorchStateReport import_torch_state(Table& table, const std::filesystem::path& f
   check_optimizer(optimizer);
   const std::optional<double> step = state.number(report.parameter + ".step");
   if (step) {
-    if (!(*step >= 0) || *step > 9007199254740992.0 || std::trunc(*step) != *step)
+    if (!(*step >= 0) || *step > kMostWhole || std::trunc(*step) != *step)
       throw FormatError(file, fmt::format("'{}.step' is {}, no number of steps", report.parameter, *step));
     report.step = static_cast<std::uint64_t>(*step);
   }

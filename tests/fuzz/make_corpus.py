@@ -9,6 +9,7 @@ import io
 import json
 import struct
 import zipfile
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -551,9 +552,282 @@ def make_safetensors_index() -> None:
         save("safetensors_index", name, json.dumps(index).encode())
 
 
+def hdf5(
+    shape: list[tuple[int, int]],
+    *,
+    selector: int = 1,
+    kind: int = 0,
+    layout: int = 2,
+    filters: tuple[int, ...] = (),
+    fill: int = 0,
+    place: int = 0,
+    attributes: int = 0,
+    chunks: bytes = b"",
+) -> bytes:
+    """A file as hdf5_fuzz makes it: `shape` has extent and chunk of each dimension."""
+    dims = b"".join(bytes([extent, chunk - 1]) for extent, chunk in shape)
+    pipeline = sum(f * 8**i for i, f in enumerate(filters))
+    return (
+        bytes([selector, kind, len(shape) - 1])
+        + dims
+        + struct.pack("<BHBBB", layout, pipeline, fill, place, attributes)
+        + chunks
+    )
+
+
+def make_hdf5() -> None:
+    gzip, shuffle, fletcher, lzf, szip, nbit, scaleoffset = 1, 2, 3, 4, 5, 6, 7
+    matrix = [(17, 5), (6, 4)]
+    junk = b"\x04\0" + struct.pack("<H", 40) + bytes(range(41))
+    for name, content in {
+        "contiguous": hdf5(matrix, layout=0, attributes=63),
+        "compact": hdf5(matrix, layout=1, kind=1),
+        "chunked": hdf5(matrix, kind=3, place=5),
+        "gzip": hdf5(matrix, filters=(shuffle, gzip, fletcher), selector=65),
+        "packed": hdf5(matrix, filters=(gzip, shuffle), chunks=b"\3\3\0\3"),
+        "lzf": hdf5(matrix, filters=(shuffle, lzf), chunks=b"\3" * 8),
+        "lzf_some": hdf5(matrix, filters=(lzf, fletcher), fill=1, chunks=b"\3\0\3\0"),
+        "damaged": hdf5(matrix, filters=(gzip,), chunks=junk * 3),
+        "damaged_lzf": hdf5(matrix, filters=(lzf,), chunks=junk),
+        "damaged_sum": hdf5(matrix, filters=(fletcher,), chunks=b"\4\0\2\0abc"),
+        "gzip_twice": hdf5(matrix, filters=(gzip, shuffle, gzip)),
+        "szip": hdf5(matrix, kind=4, filters=(szip,)),
+        "szip_sum": hdf5(matrix, kind=2, filters=(szip, fletcher)),
+        "szip_behind": hdf5(matrix, kind=2, filters=(nbit, lzf, szip, fletcher)),
+        "nbit": hdf5(matrix, kind=4, filters=(nbit, shuffle)),
+        "scaleoffset": hdf5(matrix, kind=4, filters=(scaleoffset, gzip)),
+        "never": hdf5(matrix, fill=3),
+        "fill": hdf5([(203, 7), (4, 4)], fill=7 + 1, filters=(gzip,)),
+        "records": hdf5([(9, 4)], kind=7, place=3),
+        "records_be": hdf5([(9, 4)], kind=8, layout=0),
+        "bools": hdf5(matrix, kind=9),
+        "halves": hdf5(matrix, kind=5, selector=0, attributes=255),
+        "brains": hdf5(matrix, kind=6, place=130),
+        "opaque": hdf5(matrix, kind=10, selector=33),
+        "tagged": hdf5(matrix, kind=130, selector=1),
+        "arrays": hdf5([(9, 4)], kind=11),
+        "cube": hdf5([(7, 3), (5, 2), (3, 2)], filters=(shuffle, gzip), selector=3, attributes=64),
+        "external": hdf5(matrix, layout=3),
+        "external_short": hdf5(matrix, layout=3, fill=7),
+        "virtual": hdf5(matrix, layout=4, kind=2),
+        "virtual_gone": hdf5(matrix, layout=4, fill=7),
+        "no_rows": hdf5([(0, 1), (4, 4)], layout=0),
+    }.items():
+        save("hdf5", name, content)
+
+
+def make_hdf5_chunks() -> None:
+    """A chunk: bytes of an element, elements, filters skipped, filters, and what is stored."""
+
+    def chunk(item: int, count: int, skipped: int, filters: list[int], stored: bytes) -> bytes:
+        head = struct.pack("<BHBB", item - 1, count - 1, skipped, len(filters))
+        return head + bytes(filters) + stored
+
+    gzip, fletcher, lzf = 0, 2, 3
+    shuffle = 1 + 4 * 3  # of four bytes
+    rows = bytes(range(64))
+    literal = b"\x1f" + rows[:32] + b"\x1f" + rows[32:]
+    save("hdf5_chunks", "plain", chunk(4, 16, 0, [], rows))
+    save("hdf5_chunks", "gzip", chunk(4, 16, 0, [shuffle, gzip], zlib.compress(rows)))
+    save("hdf5_chunks", "gzip_bomb", chunk(1, 16, 0, [gzip], zlib.compress(bytes(100_000), 9)))
+    save("hdf5_chunks", "gzip_cut", chunk(4, 16, 0, [gzip], zlib.compress(rows)[:-5]))
+    save("hdf5_chunks", "lzf", chunk(4, 16, 0, [lzf], literal))
+    save("hdf5_chunks", "lzf_copies", chunk(1, 300, 0, [lzf], b"\0a\xe0\xff\0\x20\0"))
+    save("hdf5_chunks", "lzf_before", chunk(1, 16, 0, [lzf], b"\0a\x20\x05"))
+    save("hdf5_chunks", "sum", chunk(4, 16, 0, [fletcher], rows + bytes(4)))
+    save("hdf5_chunks", "skipped", chunk(4, 16, 2, [shuffle, gzip], rows))
+
+
+def make_torch_file() -> None:
+    """Archives in pieces, from the pickles of torch's corpus; files without an archive."""
+    floats = struct.pack("<12f", *range(12))
+    for name in ("alone", "state", "nested", "version3", "parameter"):
+        pickle = (HERE / "torch" / name).read_bytes()
+        parts = b"".join(struct.pack("<H", len(part)) + part for part in (pickle, floats, floats))
+        for kind in (0, 3, 4 + 8):  # as it is; deflated; big-endian, storages deflated
+            save("torch_file", f"{name}{kind}", bytes([1, kind]) + parts)
+    legacy = (HERE / "torch" / "legacy").read_bytes()
+    save("torch_file", "legacy", b"\3" + struct.pack("<H", len(legacy)) + legacy + b"\1")
+    save("torch_file", "legacy_more", b"\3" + struct.pack("<H", len(legacy)) + legacy + b"\xff")
+
+
+def make_any_file() -> None:
+    """Files of all kinds: 1 byte for the name, 1 for options."""
+    names = ["npy", "npz", "safetensors", "pt", "bin", "vec", "txt", "glove.txt", "fvecs", "bvecs"]
+    names += ["fbin", "u8bin", "", "index"]
+
+    def one(kind: str, name: str, content: bytes, options: int = 0) -> None:
+        save("any_file", name, bytes([names.index(kind), options]) + content)
+
+    header = "{'descr': '<f4', 'fortran_order': False, 'shape': (8, 3), }\n"
+    rows = struct.pack("<24f", *range(24))
+    one("npy", "npy", npy(header) + rows)
+    one("npy", "npy_fortran", npy(header.replace("False", "True").replace("<", ">"), 2) + rows)
+    one("npy", "npy_bfloat16", npy(header.replace("<f4", "|V2")) + rows[:48], 1 + 2 * 2)
+    one("", "npy_unnamed", npy(header) + rows)
+    record = header.replace("'<f4'", "[('a', '<i4'), ('v', '<f2', (2, 2)), ('t', '|S3')]")
+    one("npy", "npy_records", npy(record.replace("(8, 3)", "(6,)")) + bytes(range(90)))
+    one("npz", "npz", npz({"a.npy": npy(header) + rows}, zipfile.ZIP_DEFLATED))
+    for kind, target, name in (
+        ("vec", "text_vectors", "word2vec"),
+        ("txt", "text_vectors", "glove"),
+        ("glove.txt", "text_vectors", "columns"),
+        ("bin", "word2vec_binary", "newlines"),
+        ("bin", "fasttext", "vectors0"),
+        ("fvecs", "flat_rows", "fvecs"),
+        ("bvecs", "flat_rows", "bvecs"),
+        ("fbin", "flat_rows", "fbin"),
+        ("u8bin", "flat_rows", "u8bin"),
+    ):
+        skipped = 0 if target == "word2vec_binary" else 1
+        one(kind, f"{target}_{name}", (HERE / target / name).read_bytes()[skipped:])
+    one("", "raw", rows, 1 + 16 + 2 * 32)
+
+
+def make_vocabulary() -> None:
+    save("vocabulary", "words", b"the\nof\n\ncaf\xc3\xa9\nthe\n")
+    save("vocabulary", "crlf", b"a\r\nb\r\n\r\nc\r")
+    save("vocabulary", "no_end", b"a\nb")
+    save("vocabulary", "empty", b"")
+    save("vocabulary", "returns", b"\r\n\rx\r\r\n")
+
+
+def make_row_order() -> None:
+    """1 byte for the name, 1 for the rows, 1 for the memory."""
+    head = "{'descr': '<i8', 'fortran_order': False, 'shape': (5,), }\n"
+    numbers = struct.pack("<5q", 3, 0, 4, 1, 2)
+    save("row_order", "text", b"\0\5\0" + b"3 0\n4\t1 2\n")
+    save("row_order", "text_twice", b"\0\5\xff" + b"3 0 3 1 2")
+    save(
+        "row_order",
+        "text_large",
+        b"\0\5\0" + b"9223372036854775808 00000000000000000000000000000000",
+    )
+    save("row_order", "npy", b"\1\5\x20" + npy(head) + numbers)
+    big = npy(head.replace("<i8", ">u2").replace("(5,)", "(1, 5)"))
+    save("row_order", "npy_big", b"\1\5\x20" + big + struct.pack(">5H", 3, 0, 4, 1, 2))
+    save("row_order", "npy_negative", b"\1\5\x20" + npy(head) + struct.pack("<5q", 3, 0, -1, 1, 2))
+    save("row_order", "bin", b"\2\3\1" + struct.pack("<II", 3, 1) + b"\2\0\1")
+    save("row_order", "bin_across", b"\2\3\1" + struct.pack("<II", 1, 3) + b"\2\0\1")
+    tensor = json.dumps({"a": {"dtype": "I32", "shape": [3], "data_offsets": [0, 12]}}).encode()
+    data = struct.pack("<Q", len(tensor)) + tensor + struct.pack("<3i", 2, 0, 1)
+    save("row_order", "safetensors", b"\3\3\1" + data)
+
+
+def make_partial_rows() -> None:
+    def partial(kind: int, record: object, rows: bytes = b"") -> bytes:
+        text = record if isinstance(record, bytes) else json.dumps(record).encode()
+        return bytes([kind]) + struct.pack("<H", len(text)) + text + rows
+
+    of = {"source": "a", "order": "none"}
+    good = {"format": "embermap resume", "of": of, "rows": 10, "done": 4}
+    good |= {"became_infinite": 0, "became_zero": 1}
+    save("partial_rows", "four", partial(0, good, bytes(range(48))))
+    save("partial_rows", "four_longer", partial(0, good, bytes(60)))
+    save("partial_rows", "four_header", partial(32, good, b"header" + bytes(48)))
+    save("partial_rows", "four_wide", partial(16 + 64, good, bytes(48)))
+    save("partial_rows", "too_few", partial(0, good, bytes(47)))
+    save("partial_rows", "too_many", partial(0, good | {"done": 11}, bytes(200)))
+    save("partial_rows", "huge", partial(0, good | {"done": 2**64 - 1}, bytes(48)))
+    save("partial_rows", "other", partial(0, good | {"of": of | {"source": "b"}}, bytes(48)))
+    save("partial_rows", "no_rows", partial(2, good))
+    save("partial_rows", "no_record", partial(1, b"", bytes(48)))
+    save("partial_rows", "target", partial(12, good, bytes(48)))
+    save("partial_rows", "deep", partial(0, b'{"of":' + b"[" * 500))
+    save("partial_rows", "list", partial(0, [good]))
+
+
+def make_commit_history() -> None:
+    def line(number: int, note: object = None) -> bytes:
+        text: dict[str, object] = {"commit": number, "time": "2031-05-06T07:08:09.123Z"}
+        text |= {} if note is None else {"note": note}
+        return (json.dumps(text | {"checksum": "0123456789abcdef"}) + "\n").encode()
+
+    deep: object = 1
+    for _ in range(40):
+        deep = [deep]
+    save("commit_history", "three", b"\x05" + line(1) + line(3, {"step": 1000}) + line(5))
+    save("commit_history", "later", b"\x02" + line(1) + line(3) + line(2))
+    save("commit_history", "junk", b"\x09" + line(1) + b"{}\n\n" + line(2)[:-5] + line(3))
+    save(
+        "commit_history",
+        "notes",
+        b"\x09" + line(1, [1]) + line(2, 3.5) + line(4, {"b": 1, "a": {}}),
+    )
+    save("commit_history", "deep", b"\x09" + line(1, {"a": deep}))
+
+
+def make_settings() -> None:
+    settings: dict[str, object] = {
+        "format": "embermap table", "version": 1, "rows": 5, "dim": 3, "dtype": "float32",
+        "optimizer": None, "init": {"name": "zeros"}, "seed": 1, "step": 2, "page_bytes": 4096,
+        "memory": 0,
+    }  # fmt: skip
+    adam = {"name": "adam", "lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0}
+    save("settings", "plain", b"\0" + json.dumps(settings).encode())
+    save("settings", "adam", b"\0" + json.dumps(settings | {"optimizer": adam}).encode())
+    save("settings", "note", b"\1" + json.dumps({"b": [1.5, {"x": None}], "a": "é"}).encode())
+    save("settings", "note_large", b"\1" + b'{"a": 18446744073709551616}')
+    way = {"blocks": 4, "block_threads": 1024, "host_threads": 0}
+    way |= {"bytes_per_second": 1e9, "thread_share": 0.25}
+    case = {"direction": "fetch", "rows": 9, "row_bytes": 64, "pool_bytes": 999, "threads": 2}
+    movers = {"version": 1, "devices": {"a device": [case | {"ways": [way]}]}}
+    save("settings", "movers", b"\2" + json.dumps(movers).encode())
+    save("settings", "movers_deep", b"\2" + b'{"version": 1, "devices": {"x": ' + b"[" * 300)
+
+
+def make_snapshot() -> None:
+    text = '{"format": "embermap snapshot", "version": 1, "inode": INODE, "born_ns": BORN, '
+    text += '"tables": %s}'
+    for name, kind, tables in (
+        ("fresh", 0, "{}"),
+        ("begun", 3, '{"t": 1}'),
+        ("other_table", 4, '{"t": 9, "other": 2}'),
+        ("outside", 0, '{"../x": 1}'),
+        ("deep", 0, "[" * 400),
+    ):
+        save("snapshot", name, bytes([kind]) + (text % tables).encode())
+    deep = b'{"format": ' + b"[" * 400 + b"]" * 400 + b"}"
+    save("snapshot", "deep_format", b"\0" + deep)
+
+
+def make_real() -> None:
+    """Files of the libraries themselves, where they are there."""
+    try:
+        import numpy as np
+        import safetensors.torch
+        import torch
+    except ImportError as missing:
+        print(f"left out, without {missing.name}: files that libraries wrote")
+        return
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 3), torch.nn.Linear(3, 2).half())
+    state = model.state_dict()
+    optimizer = torch.optim.Adam(model[:1].parameters())
+    model[0](torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    for name, saved in ("state", state), ("optimizer", optimizer.state_dict()):
+        for zipped in (True, False):
+            if (HERE / "torch_file" / f"torch_{name}{int(zipped)}").exists():
+                continue  # without an archive storages have other names each time
+            out = io.BytesIO()
+            torch.save(saved, out, _use_new_zipfile_serialization=zipped)
+            save("torch_file", f"torch_{name}{int(zipped)}", b"\0" + out.getvalue())
+    save("any_file", "torch", b"\x03\0" + (HERE / "torch_file" / "torch_state1").read_bytes()[1:])
+    save("any_file", "safetensors", b"\x02\0" + safetensors.torch.save(state))
+    rows = np.arange(15, dtype=">f8").reshape(5, 3)
+    for name, write in ("npy", np.save), ("npz", np.savez), ("deflated", np.savez_compressed):
+        out = io.BytesIO()
+        write(out, rows)
+        save("any_file", f"numpy_{name}", bytes([name != "npy", 0]) + out.getvalue())
+
+
 if __name__ == "__main__":
+    make_commit_history()
     make_fasttext()
     make_flat_rows()
+    make_hdf5()
+    make_hdf5_chunks()
     make_location()
     make_log()
     make_npy()
@@ -563,5 +837,13 @@ if __name__ == "__main__":
     make_torch()
     make_manifest()
     make_page_ledger()
+    make_partial_rows()
+    make_row_order()
+    make_settings()
+    make_snapshot()
     make_text_vectors()
+    make_vocabulary()
     make_word2vec_binary()
+    make_any_file()
+    make_torch_file()
+    make_real()

@@ -74,6 +74,12 @@ TEST_F(Hdf5ChunksTest, ChunksOfAnyShapeAndFilterAreReadAsTheLibraryWroteThem) {
       {"shuffle, gzip", [](hid_t p) { H5Pset_shuffle(p), H5Pset_deflate(p, 1); }},
       {"shuffle, gzip, fletcher32", [](hid_t p) { H5Pset_shuffle(p), H5Pset_deflate(p, 9), H5Pset_fletcher32(p); }},
       {"fletcher32, shuffle, gzip", [](hid_t p) { H5Pset_fletcher32(p), H5Pset_shuffle(p), H5Pset_deflate(p, 1); }},
+      // Of noise the first makes more than the chunk was.
+      {"gzip, gzip", [](hid_t p) { H5Pset_deflate(p, 0), H5Pset_deflate(p, 1); }},
+      {"gzip, shuffle, gzip, fletcher32, gzip",
+       [](hid_t p) {
+         H5Pset_deflate(p, 1), H5Pset_shuffle(p), H5Pset_deflate(p, 9), H5Pset_fletcher32(p), H5Pset_deflate(p, 1);
+       }},
       {"fletcher32", [](hid_t p) { H5Pset_fletcher32(p); }}};
   unsigned seed = 0;
   for (const hid_t type : {H5T_STD_I8LE, H5T_IEEE_F32LE, H5T_IEEE_F64LE})
@@ -97,6 +103,33 @@ TEST_F(Hdf5ChunksTest, ChunksOfAnyShapeAndFilterAreReadAsTheLibraryWroteThem) {
                 << name << ' ' << ::testing::PrintToString(shape.extent) << ::testing::PrintToString(shape.chunk) << ' ' << step;
           }
       }
+}
+
+// Behind a filter that packs, szip is given fewer bytes than a chunk has, or a few more.
+TEST_F(Hdf5ChunksTest, SzipBehindOtherFiltersIsRead) {
+  if (H5Zfilter_avail(H5Z_FILTER_SZIP) <= 0) GTEST_SKIP() << "this HDF5 has no szip";
+  unsigned config = 0;
+  if (H5Zget_filter_info(H5Z_FILTER_SZIP, &config) < 0 || (config & H5Z_FILTER_CONFIG_ENCODE_ENABLED) == 0)
+    GTEST_SKIP() << "this HDF5 cannot write szip";
+  const auto szip = [](hid_t p) { H5Pset_szip(p, H5_SZIP_NN_OPTION_MASK, 8); };
+  const std::vector<std::pair<std::string_view, std::function<void(hid_t)>>> pipelines{
+      {"gzip, szip", [&](hid_t p) { H5Pset_deflate(p, 1), szip(p); }},
+      {"nbit, szip, fletcher32", [&](hid_t p) { H5Pset_nbit(p), szip(p), H5Pset_fletcher32(p); }},
+      {"shuffle, fletcher32, szip", [&](hid_t p) { H5Pset_shuffle(p), H5Pset_fletcher32(p), szip(p); }}};
+  for (const auto& [name, set] : pipelines)
+    for (const unsigned values : {3U, 256U}) {
+      const std::vector<std::byte> data = noise(96 * 8, values, values);
+      {
+        const FileId file = create(at("x.h5"));
+        make(file, "v", H5T_STD_U8LE, {96, 8}, data.data(), [&, &put = set](hid_t creation) {
+          const std::array<hsize_t, 2> chunk{32, 8};
+          H5Pset_chunk(creation, 2, chunk.data());
+          put(creation);
+        });
+      }
+      for (const std::uint64_t step : {7U, 96U})
+        EXPECT_TRUE(read_all(*open_rows(location("x.h5:v")), step) == data) << name << ' ' << values;
+    }
 }
 
 TEST_F(Hdf5ChunksTest, ChunksThatWereNeverWrittenAreTheFillValue) {
@@ -199,6 +232,31 @@ TEST_F(Hdf5ChunksTest, DamagedChunksAreNamed) {
     std::vector<std::byte> data(rows * 32, std::byte{7}), scratch;
     EXPECT_EQ(pack_chunk(other, data, scratch), 0U);
     EXPECT_THAT(refuse(data, 0, gzip), HasSubstr(rows < 4 ? "unpacks to 96 bytes" : "more than a chunk"));
+  }
+}
+
+// Without filters nothing tells how many bytes of a chunk a file says are stored: it must not matter.
+TEST_F(Hdf5ChunksTest, ChunksWithoutFiltersTakeNoMoreThanAChunkHas) {
+  for (const std::size_t stored : {std::size_t{1} << 20, std::size_t{128}}) {
+    const std::vector<std::byte> junk = noise(stored, 1), rest = noise(128, 2);
+    {
+      const FileId file = create(at("x.h5"));
+      make(file, "v", H5T_IEEE_F32LE, {8, 8}, nullptr, [](hid_t creation) {
+        const std::array<hsize_t, 2> chunk{4, 8};
+        H5Pset_chunk(creation, 2, chunk.data());
+      });
+      const DatasetId dataset{H5Dopen2(file.id(), "v", H5P_DEFAULT)};
+      const std::array<hsize_t, 2> first{0, 0}, second{4, 0};
+      EXPECT_GE(H5Dwrite_chunk(dataset.id(), H5P_DEFAULT, 0, first.data(), junk.size(), junk.data()), 0);
+      EXPECT_GE(H5Dwrite_chunk(dataset.id(), H5P_DEFAULT, 0, second.data(), rest.size(), rest.data()), 0);
+    }
+    std::vector<std::byte> expected(junk.begin(), junk.begin() + 128);
+    expected.insert(expected.end(), rest.begin(), rest.end());
+    for (const std::uint64_t step : {1U, 3U, 8U})
+      for (const unsigned threads : {1U, 2U}) {
+        const auto reader = open_rows(location("x.h5:v"), {.threads = threads});
+        EXPECT_TRUE(read_all(*reader, step) == expected) << stored << ' ' << step;
+      }
   }
 }
 

@@ -85,6 +85,7 @@ def machine(name: str, ratio: float) -> dict[str, Any]:
                     "case": "npy to safetensors",
                     "bytes": 2 << 30,
                     "seconds": 20.0,
+                    "cpu_seconds_per_gb": 0.7,
                     "bytes_per_second": 107e6,
                     "peak_resident": 70 << 20,
                     "reading": "direct",
@@ -92,12 +93,14 @@ def machine(name: str, ratio: float) -> dict[str, Any]:
                     "beside": "safetensors",
                     "cp_ratio": 0.97,
                     "other_ratio": ratio,
+                    "other_cpu_ratio": 2.5,
                     "other_peak_resident": 4 << 30,
                 },
                 {
                     "case": "word2vec text to npy",
                     "bytes": 1 << 20,
                     "seconds": 1.0,
+                    "cpu_seconds_per_gb": 30.0,
                     "bytes_per_second": 1e6,
                     "peak_resident": 70 << 20,
                     "reading": "",
@@ -374,6 +377,13 @@ def test_goals_are_taken_from_the_measurements(report: ModuleType) -> None:
     assert by_word["peak resident"] == ("24 MiB", True)
     assert by_word["scan"] == ("not measured", None)
     assert by_word["that commits"] == ("0.72", False)
+    assert goals["npy, HDF5, safetensors, torch, read and written: cp (lowest)"] == (
+        "0.97 (npy to safetensors)",
+        True,
+    )
+    assert goals["word2vec text read: gensim (lowest)"] == ("not measured", None)
+    memory = ("70 MiB (word2vec text to npy)", True)
+    assert goals["files into files: resident memory (highest)"] == memory
 
 
 def test_page_and_plots_show_all_machines(report: ModuleType, tmp_path: Path) -> None:

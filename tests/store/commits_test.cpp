@@ -148,6 +148,27 @@ TEST_P(Commits, LinesThatAreDamagedAreLeftOutAndReplaced) {
   EXPECT_THAT(test::file_text(history()), testing::Not(HasSubstr("\"ti)")));
 }
 
+// With a checksum that is right, as only someone who wants it makes them.
+TEST_P(Commits, ALineWhoseNoteNoCommitTakesIsNone) {
+  {
+    Store store = open_now();
+    store.create("t", {.rows = 10, .dim = 2});
+    for (int i = 0; i < 3; ++i) store.commit("{}");
+    store.close();
+  }
+  const auto line = [](std::uint64_t number, const std::string& note) {
+    const std::vector<CommitInfo> one{{.number = number, .time = "2031-05-06T07:08:09.123Z", .note = note}};
+    return history_text(one);
+  };
+  constexpr std::size_t kDeep = 400'000;
+  const std::string deep = R"({"a":)" + std::string(kDeep, '[') + std::string(kDeep, ']') + "}";
+  test::write_text(history(), line(1, "[1]") + line(2, deep));
+  for (const auto mode : {StoreOptions::Mode::kRead, StoreOptions::Mode::kReadWrite})
+    EXPECT_EQ(numbers(open_now(mode)), up_to(3, 3)) << "the last one is in the manifest";
+  test::write_text(history(), line(1, R"({"a":[[1]]})") + line(2, R"({"a": 1.5})"));
+  EXPECT_EQ(notes(open_now(StoreOptions::Mode::kRead)), (std::vector<std::string>{R"({"a":[[1]]})", R"({"a":1.5})", "{}"}));
+}
+
 TEST_P(Commits, AListThatIsNoFileIsNamed) {
   {
     Store store = open_now();

@@ -454,6 +454,16 @@ TEST_F(Snapshot, BadDestinationsAreRefusedAndStayAsTheyAre) {
   store.snapshot(copy());
   EXPECT_THAT(test::message_of<AlreadyExists>([&] { store.snapshot(copy()); }), HasSubstr("is a store already"));
 
+  // One that is no half of any.
+  constexpr std::size_t kDeep = 400'000;
+  const std::string deep = std::string(kDeep, '[') + std::string(kDeep, ']');
+  for (const std::string& text : {std::string("{}"), R"({"format": )" + deep + "}", deep}) {
+    std::filesystem::create_directory(directory_ / "junk");
+    test::write_text(directory_ / "junk" / kSnapshotName, text);
+    EXPECT_THAT(test::message_of<FormatError>([&] { store.snapshot(directory_ / "junk"); }), HasSubstr("half-done snapshot"));
+    std::filesystem::remove_all(directory_ / "junk");
+  }
+
   // A half of another store's.
   Store other = Store::open(directory_ / "other", options());
   Model others = make_tables(other);

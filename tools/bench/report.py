@@ -109,8 +109,9 @@ def run_suite(suite: str, args: argparse.Namespace, folder: Path) -> tuple[dict[
     elif suite == "convert":
         command = [sys.executable, str(ROOT / "tools/bench/convert.py"), "--json", str(out)]
         command += ["--folder", str(args.folder), "--embermap", find_program()]
-        command += ["--quick"] if args.quick else ["--size", args.size or "8GiB"]
+        command += ["--quick"] if args.quick else ["--size", args.size or "1GiB"]
         command += ["--rounds", str(args.rounds)] if args.rounds is not None else []
+        command += ["--large"] if args.large else []
     elif suite == "gpu":
         command = [sys.executable, str(ROOT / "tools/bench/gpu.py"), "--json", str(out)]
         for option in ("suite", "cases"):
@@ -314,6 +315,7 @@ def goals(machine: dict[str, Any]) -> list[tuple[str, str, float | None, str, bo
                 case["ratio"] >= 0.8,
             )
         )
+    found += convert_goals(machine)
     found += gpu_goals(machine)
     run = machine.get("ngrams")
     if run is not None:
@@ -337,6 +339,55 @@ def goals(machine: dict[str, Any]) -> list[tuple[str, str, float | None, str, bo
                 cached <= 64,
             )
         )
+    return found
+
+
+def convert_goals(
+    machine: dict[str, Any],
+) -> list[tuple[str, str, float | None, str, bool | None]]:
+    """What files turned into one another are meant to reach, as `goals` has it."""
+    cases = machine.get("convert", {}).get("cases", [])
+    if not cases:
+        return []
+
+    def lowest(pattern: str, key: str) -> tuple[float, str] | None:
+        return min(
+            (
+                (case[key], case["case"])
+                for case in cases
+                if key in case and re.fullmatch(pattern, case["case"])
+            ),
+            default=None,
+        )
+
+    disk = "npy to (npy|hdf5|safetensors|torch)|(hdf5|hdf5, chunked,|safetensors|torch) to npy"
+    text = "word2vec text to npy"
+    rows = [
+        ("npy, HDF5, safetensors, torch, read and written: cp", disk, "cp_ratio", 0.9),
+        ("files into files: the format's own library", ".*", "other_ratio", 1),
+        ("gzip HDF5, read and written: h5py", ".*hdf5, gzip.*", "other_ratio", 1.5),
+        ("word2vec text read: gensim", text, "other_ratio", 5),
+    ]
+    found: list[tuple[str, str, float | None, str, bool | None]] = []
+    for work, pattern, key, least in rows:
+        worst = lowest(pattern, key)
+        if worst is None:
+            found.append((f"{work} (lowest)", f"at least {least:g}", None, "not measured", None))
+            continue
+        figure = f"{worst[0]:.2f} ({worst[1]})"
+        found.append(
+            (f"{work} (lowest)", f"at least {least:g}", worst[0], figure, worst[0] >= least)
+        )
+    most = max((case["peak_resident"] / 2**20, case["case"]) for case in cases)
+    found.append(
+        (
+            "files into files: resident memory (highest)",
+            "at most 256 MiB",
+            most[0],
+            f"{most[0]:.0f} MiB ({most[1]})",
+            most[0] <= 256,
+        )
+    )
     return found
 
 
@@ -963,7 +1014,7 @@ def convert_text(machines: list[dict[str, Any]]) -> str:
             if "other_ratio" in case:
                 other = (
                     f"{case['other_ratio']:.2f} of {case['beside']} "
-                    f"({mib(case['other_peak_resident'])})"
+                    f"(CPU {case['other_cpu_ratio']:.2f}, {mib(case['other_peak_resident'])})"
                 )
             elif "error" in case:
                 other = f"{case['beside']}: {case['error']}"
@@ -972,13 +1023,15 @@ def convert_text(machines: list[dict[str, Any]]) -> str:
                     case["case"],
                     mib(case["bytes"]),
                     f"{case['bytes_per_second'] / 1e6:,.0f} MB/s",
+                    f"{case['cpu_seconds_per_gb']:.2f}",
                     f"{case['cp_ratio']:.2f}" if "cp_ratio" in case else "",
                     other,
                     mib(case["peak_resident"]),
                     f"{case['reading'] or 'buffered'}, {case['writing'] or 'buffered'}",
                 ]
             )
-        head = ["", "rows", "embermap", "of cp", "beside (resident)", "resident", "read, written"]
+        head = ["", "rows", "embermap", "CPU s/GB", "of cp", "beside (its CPU, resident)"]
+        head += ["resident", "read, written"]
         settings = found["settings"]
         out.append(
             f"**{machine['name']}**: {settings['rows']:,} x {settings['dim']} float32, "
@@ -1166,7 +1219,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     default = Path(os.environ.get("TMPDIR") or "/var/tmp")
     add("--folder", type=Path, default=default, help="where tables are made (TMPDIR, or /var/tmp)")
     for option, what in (
-        ("size", "bytes of the table (8GiB), and of the files of convert"),
+        ("size", "bytes of the table (8GiB), and of the files of convert (1GiB)"),
         ("memory", "of each process (a tenth)"),
         ("seconds", "of a timed run"),
         ("rounds", "of each case"),
@@ -1181,6 +1234,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--minutes", type=float, default=5.0, help="ngrams: how long to train (default 5)")
     add("--disk", default="4GiB", help="ngrams: how much disk to use (default 4GiB)")
     add("--text", type=Path, help="ngrams: another text than the dictionary")
+    add("--large", action="store_true", help="convert: 20 GB and a billion rows too, 40 GB of disk")
     commands.add_parser("draw", help="make page and plots from all results")
     return parser.parse_args(argv)
 

@@ -572,6 +572,35 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes(cli, tmp_pat
     cli.fails("import", tmp_path / "model.pt", table, "--optimizer-state", says=["param_groups"])
 
 
+@pytest.mark.parametrize("number", [-1, 0.5, float("nan"), float("inf"), 1e300, 2**62])
+def test_a_parameter_without_a_number_is_named(cli, tmp_path, number):
+    np.save(tmp_path / "w.npy", np.zeros((40, 3), np.float32))
+    cli.ok("import", tmp_path / "w.npy", tmp_path / "s/t", "--optimizer", "adam")
+    torch.save({"state": {}, "param_groups": [{"params": [number]}]}, tmp_path / "o.pt")
+    cli.fails(
+        "import",
+        tmp_path / "o.pt",
+        tmp_path / "s/t",
+        "--optimizer-state",
+        says=["o.pt", "param_groups.0.params.0", "no number of a parameter"],
+    )
+
+
+def test_a_group_without_parameters_hides_none_behind_it(cli, tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(40, 3))
+    optimizer = torch.optim.Adam([{"params": []}, {"params": [weight], "lr": 0.125}])
+    steps(optimizer, [weight], 1, seed=1)
+    torch.save(optimizer.state_dict(), tmp_path / "o.pt")
+    np.save(tmp_path / "w.npy", np.zeros((40, 3), np.float32))
+    table = tmp_path / "s/t"
+    cli.ok("import", tmp_path / "w.npy", table, "--optimizer", "adam")
+    cli.ok("import", tmp_path / "o.pt", table, "--optimizer-state")
+    with em.open(tmp_path / "s", mode="r") as store:
+        assert store["t"].optimizer.lr == 0.125
+        want = optimizer.state[weight]["exp_avg"].numpy()
+        np.testing.assert_array_equal(store["t"].read(field="exp_avg"), want)
+
+
 # --- what a copy says and leaves ------------------------------------------------------------------
 
 

@@ -24,25 +24,30 @@ def test_a_small_run_measures_what_was_asked_for_and_leaves_nothing(
     folder.mkdir()
     wanted = [
         "npy to safetensors",
+        "npy to raw",
+        "npy to word2vec binary",
         "hdf5, gzip, to npy",
         "word2vec text to npy",
+        "fasttext to npy",
         "npy into a store",
     ]
-    cases = [f"--cases={name}" for name in wanted]
+    cases = ["--large", *(f"--cases={name}" for name in wanted)]
     done = run("--quick", "--folder", folder, "--json", out, "--embermap", embermap_cli, *cases)
     assert done.returncode == 0, done.stderr
     assert list(folder.iterdir()) == []
     found = json.loads(out.read_text())
-    assert [case["case"] for case in found["cases"]] == [
-        *("npy to safetensors", "hdf5, gzip, to npy", "word2vec text to npy", "npy into a store")
-    ]
+    large = ["0.05 GB of npy to safetensors", "sparse npy, 1e+06 rows to npy"]
+    assert [case["case"] for case in found["cases"]] == wanted + large
     for case in found["cases"]:
         assert case["seconds"] > 0
+        assert case["cpu_seconds"] > 0
         assert 1 << 20 < case["peak_resident"] < 256 << 20
-        assert ("cp_ratio" in case) == (case["case"] in ("npy to safetensors", "npy into a store"))
-    gzip = found["cases"][1]
+        processor = case["case"] in ("hdf5, gzip, to npy", "word2vec text to npy")
+        assert ("cp_ratio" in case) == (not processor and case["case"] not in large)
+    gzip = found["cases"][3]
     assert gzip["beside"] == "h5py"
     assert gzip["other_ratio"] > 0
+    assert gzip["other_cpu_ratio"] > 0
     assert gzip["source_bytes"] < gzip["bytes"]
 
 
