@@ -16,7 +16,7 @@
 namespace embermap {
 namespace {
 constexpr std::uint64_t kGrain = 4096;      // pages a thread looks up at a time
-constexpr std::uint64_t kMarkGrain = 16384;  // rows whose pages it only marks: waking threads takes as long as this many
+constexpr std::uint64_t kMarkGrain = 2048;  // rows whose pages it only marks
 // A batch with more ids than half of the table's pages counts the pages it uses in bits of each thread's own: marks that all
 // threads write take each other's cache lines away, which made a gather by sixteen threads five times slower than its copies.
 constexpr std::uint64_t kDenseShare = 2;
