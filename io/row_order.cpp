@@ -63,9 +63,9 @@ class RowsOrder final : public RowOrder {
       const bool negative = integers_->is_signed && (value >> (8 * item - 1) & 1U) != 0;
       if (negative) value |= item == 8 ? 0 : ~std::uint64_t{0} << (8 * item);
       if (negative || value > kMost)
-        throw FormatError(path_,
-                          fmt::format("entry {} is no number of a row: {}", first + i,
-                                      negative ? fmt::format("{}", static_cast<std::int64_t>(value)) : fmt::format("{}", value)));
+        throw FormatError(path_, fmt::format("entry {} is no number of a row: {}", first + i,
+                                             negative ? fmt::format("{} is negative", static_cast<std::int64_t>(value))
+                                                      : fmt::format("{}", value)));
       out[i] = value;
     }
   }
