@@ -242,7 +242,7 @@ void read_plain_chunk(const ChunkLayout& layout, hid_t dataset, const std::vecto
   std::vector<hsize_t> shape(layout.chunk.begin(), layout.chunk.end()), start(origin.begin(), origin.end()), count(shape);
   for (std::size_t i = 0; i < count.size(); ++i) count[i] = std::min<hsize_t>(count[i], layout.extent[i] - origin[i]);
   const std::vector<hsize_t> zero(shape.size(), 0);
-  data.assign(layout.chunk_bytes, std::byte{0});
+  data.resize(layout.chunk_bytes);  // what lies outside of the dataset is nobody's
   const TypeId type{H5Dget_type(dataset)};
   const SpaceId from{H5Dget_space(dataset)}, to{H5Screate_simple(static_cast<int>(shape.size()), shape.data(), nullptr)};
   if (!type || !from || !to || H5Sselect_hyperslab(from.id(), H5S_SELECT_SET, start.data(), nullptr, count.data(), nullptr) < 0 ||

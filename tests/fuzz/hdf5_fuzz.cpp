@@ -173,12 +173,12 @@ void set_filters(hid_t creation, std::uint64_t filters, Made& made) {
     const std::uint64_t filter = rest % 8;
     herr_t set = -1;
     if (filter == 1) set = H5Pset_deflate(creation, static_cast<unsigned>(filters / 8 % 10));
-    if (filter == 2) set = H5Pset_shuffle(creation);
+    // The library completes the parameters of one of a kind only.
+    const bool once = std::count(made.filters.begin(), made.filters.end(), filter) == 0;
+    if (filter == 2 && once) set = H5Pset_shuffle(creation);
     if (filter == 3) set = H5Pset_fletcher32(creation);
     if (filter == 4) set = H5Pset_filter(creation, kLzf, H5Z_FLAG_OPTIONAL, 0, nullptr);
-    // The library completes the parameters of one only.
-    if (filter == 5 && std::count(made.filters.begin(), made.filters.end(), filter) == 0)
-      set = H5Pset_szip(creation, H5_SZIP_NN_OPTION_MASK, 8);
+    if (filter == 5 && once) set = H5Pset_szip(creation, H5_SZIP_NN_OPTION_MASK, 8);
     const bool first = made.filters.empty();  // these pack the elements of a chunk, whatever was made of it before
     if (filter == 6 && first) set = H5Pset_nbit(creation);
     if (filter == 7 && first && type == H5T_INTEGER) set = H5Pset_scaleoffset(creation, H5Z_SO_INT, H5Z_SO_INT_MINBITS_DEFAULT);
