@@ -83,7 +83,7 @@ void Table::write(std::uint64_t first, std::uint64_t count, std::span<const std:
 }
 
 std::uint64_t Table::append(std::span<const std::byte> rows) { return Store::Impl::of(*impl_->core())->append(*impl_, rows); }
-std::uint64_t Table::append(const NewRows& rows, const Progress& progress) {
+std::uint64_t Table::append_rows(const NewRows& rows, const Progress& progress) {
   return Store::Impl::of(*impl_->core())->append(*impl_, rows, progress);
 }
 void Table::set_memory(std::uint64_t bytes) { Store::Impl::of(*impl_->core())->set_memory(*impl_, bytes); }

@@ -260,7 +260,7 @@ class Table {
   // given, of its dtype and columns, all with as many rows (InvalidArgument); the weight is among them, state that is not is
   // initial. `progress` (rows) must not call the store; what it or a reader throws leaves the table as it was.
   using NewRows = std::map<std::string, RowReader*>;
-  std::uint64_t append(const NewRows& rows, const Progress& progress = {});
+  std::uint64_t append_rows(const NewRows& rows, const Progress& progress = {});
   // Rows beyond the old end are initial rows; rows beyond the new end are forgotten for good. Commits.
   void resize(std::uint64_t rows);
   // Writes every page that was never written, so that the file alone holds all rows. Commits.

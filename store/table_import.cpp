@@ -431,7 +431,7 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
   if (options.append) {
     Table::NewRows readers;
     for (const IntoPart& part : parts) readers.emplace(part.field->name, &part.rows->reader());
-    table.append(readers, options.progress);
+    table.append_rows(readers, options.progress);
     keep_reports();
   } else {
     std::uint64_t bytes = 0;

@@ -560,7 +560,8 @@ def test_training_on_a_gpu_equals_torch(name):
         trainer.step(ids, targets)
         whole.step(ids, targets)
     assert trainer.model.u_embeddings.weight.device.type == "cuda"
-    whole.compare(trainer, 1e-9)
+    # torch keeps ASGD's eta as a float32 tensor, and rounds it elsewhere on a GPU than on the CPU.
+    whole.compare(trainer, 1e-5 if name == "ASGD" else 1e-9)
 
 
 class Rows:
