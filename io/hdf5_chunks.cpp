@@ -120,6 +120,7 @@ std::string contradiction(const FilterParameters& filter, const ChunkLayout& lay
         return fmt::format("szip has lines of {} elements for blocks of {}", v[3], v[1]);
       break;
     case H5Z_FILTER_NBIT:
+      if (filter.count >= 3 && v[1] != 0 && v[0] == filter.count && v[2] == elements) break;  // it leaves such a type alone
       if (filter.count < 5 || v[0] != filter.count || v[2] != elements)
         return fmt::format("nbit has {} parameters for {} elements, chunks have {}", filter.count, v[2], elements);
       break;

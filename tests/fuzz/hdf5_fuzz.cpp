@@ -178,9 +178,9 @@ void set_filters(hid_t creation, std::uint64_t filters, Made& made) {
     if (filter == 2 && once) set = H5Pset_shuffle(creation);
     if (filter == 3) set = H5Pset_fletcher32(creation);
     if (filter == 4) set = H5Pset_filter(creation, kLzf, H5Z_FLAG_OPTIONAL, 0, nullptr);
-    if (filter == 5 && once) set = H5Pset_szip(creation, H5_SZIP_NN_OPTION_MASK, 8);
+    if (filter == 5 && once && type == H5T_INTEGER) set = H5Pset_szip(creation, H5_SZIP_NN_OPTION_MASK, 8);
     const bool first = made.filters.empty();  // these pack the elements of a chunk, whatever was made of it before
-    if (filter == 6 && first) set = H5Pset_nbit(creation);
+    if (filter == 6 && first && type == H5T_INTEGER) set = H5Pset_nbit(creation);
     if (filter == 7 && first && type == H5T_INTEGER) set = H5Pset_scaleoffset(creation, H5Z_SO_INT, H5Z_SO_INT_MINBITS_DEFAULT);
     if (set < 0) continue;  // one that this library has not
     made.filters.push_back(filter);
