@@ -82,9 +82,10 @@ struct StoreOptions {
   // (autocommit), at the beginning of a call that changes rows, or that call throws LogFullError. A single call may exceed it;
   // one that writes or materializes more than a quarter is done in stretches, before each of which the store may commit. 0: 64
   // times `memory`, at least 128 MiB and at most 16 GiB, or 4 times where that is more, at most 128 GiB. The log takes disk only
-  // as it is used, and is moved on to the tables' files when it is four times as long as the pages in it. At least 1 MiB. Its index takes up to 5 % of this many bytes; `memory` keeps as much for it, but no more than
-  // an eighth, or some 4 MiB, which budgets below 32 MiB have beside them. Where the tables have more pages than it has room for,
-  // the limit counts as reached when half of it is pages changed since the last commit.
+  // as it is used, and is moved on to the tables' files when it is four times as long as the pages in it. At least 1 MiB. Its
+  // index takes up to 5 % of this many bytes; `memory` keeps as much for it, but no more than an eighth, or some 4 MiB, which
+  // budgets below 32 MiB have beside them. Where the tables have more pages than it has room for, the limit counts as reached
+  // when half of it is pages changed since the last commit.
   std::uint64_t log_limit = 0;
   bool autocommit = true;
   Progress recovery = {};       // called while opening applies what a crash left in the log: pages done, pages in all
