@@ -885,7 +885,8 @@ class Table:
         parameter's group. Part of the next commit. Nothing in the file is executed.
 
         Args:
-            src: the file.
+            src: the file, or "x.pt:NAME" for the state_dict under that name in a checkpoint, as
+                "optimizer" in {"model": ..., "optimizer": ...}.
             parameter: its number in the file; None: the only one whose state fits.
             progress: as for `export`.
 
