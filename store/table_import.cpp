@@ -12,6 +12,7 @@
 #include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "io/partial_rows.hpp"
 #include "io/row_range.hpp"
 #include "io/same_file.hpp"
 #include "store/redo_log.hpp"
@@ -26,6 +27,14 @@ std::filesystem::path partial_target(const std::filesystem::path& table) {
   std::filesystem::path store = std::filesystem::absolute(table.parent_path()).lexically_normal();
   if (!store.has_filename()) store = store.parent_path();
   return store.parent_path() / fmt::format("{}.{}", store.filename().native(), table.filename().native());
+}
+
+// Throws InvalidArgument for a field that is named twice.
+void check_fields(const std::vector<FieldSource>& fields) {
+  for (std::size_t i = 0; i < fields.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j)
+      if (fields[i].field == fields[j].field)
+        throw InvalidArgument(fmt::format("the field '{}' is named twice", printable(fields[i].field)));
 }
 
 // `progress` of several parts, one after the other, as if they were one.
@@ -90,6 +99,7 @@ TableImport::TableImport(const Location& source, const std::filesystem::path& ta
                                                                 .overwrite = options.vocabulary.empty()});
   std::vector<FieldSource> fields = options.fields;
   if (fields.empty()) fields.push_back({"weight", source.selector});
+  check_fields(fields);
   const auto weight = std::find_if(fields.begin(), fields.end(), [](const FieldSource& one) { return one.field == "weight"; });
   if (weight == fields.end()) throw InvalidArgument("a table needs its 'weight' among the fields, as in weight=NAME,sum");
   const std::uint64_t share = options.memory / 2 / fields.size();
@@ -371,6 +381,7 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
   const auto has = [&](std::string_view name) {
     return std::any_of(fields.begin(), fields.end(), [&](const FieldSource& one) { return one.field == name; });
   };
+  check_fields(fields);
   for (const FieldSource& one : fields) (void)schema.field(one.field);
   if (options.append && !has("weight"))
     throw InvalidArgument(fmt::format("table '{}': new rows need their 'weight'", printable(table.name())));
@@ -410,7 +421,7 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
     throw InvalidArgument(
         fmt::format("{}: {} rows for table '{}' with {}: say where they go (at), or that they are added (append)",
                     parts.front().rows->reader().description(), rows, printable(table.name()), before));
-  const std::uint64_t at = options.append ? before : options.at.value_or(0);
+  std::uint64_t at = options.append ? before : options.at.value_or(0);
   if (!options.append && (at > before || rows > before - at))
     throw InvalidArgument(fmt::format("{} rows at row {} reach past the end of table '{}' with {} rows (append adds rows)", rows,
                                       at, printable(table.name()), before));
@@ -431,7 +442,7 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
   if (options.append) {
     Table::NewRows readers;
     for (const IntoPart& part : parts) readers.emplace(part.field->name, &part.rows->reader());
-    table.append_rows(readers, options.progress);
+    at = table.append_rows(readers, options.progress);
     keep_reports();
   } else {
     std::uint64_t bytes = 0;
@@ -462,6 +473,9 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
     if (!options.look_first) keep_reports();
   }
   try {
+    if (at != before && options.append && !words.written().empty())
+      throw InvalidArgument(
+          fmt::format("rows were added to table '{}' while words were: those would be of other rows", printable(table.name())));
     if (options.check) {
       Steps steps(options.progress, all);
       for (const IntoPart& part : parts) {
@@ -474,7 +488,8 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
     }
     words.finish();
   } catch (...) {
-    if (options.append) table.resize(before);
+    // Rows that somebody else has added behind them since are not ours to take away, and have their numbers.
+    if (options.append && table.rows() == at + rows) table.resize(at);
     throw;
   }
   return results;
