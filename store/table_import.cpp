@@ -330,7 +330,24 @@ class IntoWords {
     }
   }
   void finish() {
-    if (writer_) writer_->finish(rows_);
+    if (!writer_) return;
+    writer_->finish(rows_);
+    finished_ = true;
+  }
+  // The words as they were before finish().
+  void withdraw() {
+    if (!finished_) return;
+    if (!there_) {
+      std::error_code ignored;
+      std::filesystem::remove(file_, ignored);
+      return;
+    }
+    VocabularyWriter before(file_, /*overwrite=*/true);
+    for (std::uint64_t row = 0; row < at_; ++row) {
+      there_->find(row, word_);  // of the file that was there, which has lost its name
+      before.add(row, word_);
+    }
+    before.finish(at_);
   }
   std::filesystem::path written() const { return adds_ ? file_ : std::filesystem::path{}; }
 
@@ -338,7 +355,7 @@ class IntoWords {
   const Table& table_;
   const Location& source_;
   std::uint64_t at_, rows_ = 0;
-  bool adds_ = false;
+  bool adds_ = false, finished_ = false;
   std::filesystem::path file_;
   std::unique_ptr<VocabularyReader> there_, new_words_;
   std::unique_ptr<VocabularyWriter> writer_;
@@ -476,6 +493,7 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
     if (at != before && options.append && !words.written().empty())
       throw InvalidArgument(
           fmt::format("rows were added to table '{}' while words were: those would be of other rows", printable(table.name())));
+    words.finish();  // at once: a crash that came before it would leave rows without words
     if (options.check) {
       Steps steps(options.progress, all);
       for (const IntoPart& part : parts) {
@@ -486,10 +504,12 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
         steps.done(rows);
       }
     }
-    words.finish();
   } catch (...) {
     // Rows that somebody else has added behind them since are not ours to take away, and have their numbers.
-    if (options.append && table.rows() == at + rows) table.resize(at);
+    if (options.append && table.rows() == at + rows) {
+      table.resize(at);
+      words.withdraw();
+    }
     throw;
   }
   return results;

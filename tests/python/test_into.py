@@ -164,6 +164,26 @@ def test_words_are_compared(store, tmp_path):
     assert table[:].tolist() == [[3], [4]]
 
 
+def test_added_words_are_there_with_their_rows(store, tmp_path):
+    (tmp_path / "w.vec").write_text("2 1\na 1\nb 2\n")
+    (tmp_path / "n.vec").write_text("3 1\nc 3\nd 4\ne 5\n")
+    table = store.import_file("w", tmp_path / "w.vec")
+    vocabulary, seen, calls = store.path / "w.vocab.txt", [], []
+
+    def stop_in_the_check(done, total):
+        if 3 in calls:  # all rows were added
+            seen.append(vocabulary.read_text())
+            raise KeyboardInterrupt
+        calls.append(done)
+
+    with pytest.raises(KeyboardInterrupt):
+        table.import_file(tmp_path / "n.vec", append=True, check=True, progress=stop_in_the_check)
+    assert seen == ["a\nb\nc\nd\ne\n"]
+    assert (len(table), vocabulary.read_text()) == (2, "a\nb\n")
+    table.import_file(tmp_path / "n.vec", append=True, check=True)
+    assert (len(table), vocabulary.read_text()) == (5, "a\nb\nc\nd\ne\n")
+
+
 # --- import_file and export as the command has them -----------------------------------------------
 
 
