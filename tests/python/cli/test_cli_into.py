@@ -430,7 +430,9 @@ def test_few_rows_into_a_table_whose_pages_are_many(cli, tmp_path):
     np.save(tmp_path / "o.npy", [3, 1])
     cli.ok("import", tmp_path / "n.npy", table, "--into", "--at", "0")
     cli.ok("import", tmp_path / "n.npy", table, "--into", "--at", "100", "--rows", "4:")
-    cli.ok("import", tmp_path / "n.npy", table, "--into", "--at", "7", "--order", tmp_path / "o.npy")
+    cli.ok(
+        "import", tmp_path / "n.npy", table, "--into", "--at", "7", "--order", tmp_path / "o.npy"
+    )
     np.savez(tmp_path / "n.npz", a=rows, b=rows + 1)
     cli.ok("import", tmp_path / "n.npz", table, "--into", "--at", "50", "--field", "weight=b")
     rows.tofile(tmp_path / "n.raw")
