@@ -562,10 +562,11 @@ class Hdf5RowReader final : public RowReader {
     type_text_ = type.text;
     inner_ = type.array;
     if (options.integers && type.integer) {
-      *options.integers = {true, type.is_signed};
+      *options.integers = {true, type.is_signed, false};
       element_ = *type.integer;
     } else if (type.element) {
       element_ = *type.element;
+      if (options.integers) options.integers->boolean = element_.boolean;
       check_requested_dtype(where_, element_.dtype, options.dtype);
     } else if (type.two_bytes && options.dtype == DType::kBFloat16) {
       element_ = ElementFormat{DType::kBFloat16, false, false};

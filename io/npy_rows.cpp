@@ -105,10 +105,11 @@ class NpyRowReader final : public RowReader {
     if (kind == "b1" || kind == "?") {
       element.dtype = DType::kUInt8;
       element.boolean = true;
+      if (options.integers) options.integers->boolean = true;
     } else if (const std::optional<DType> native = dtype_of_npy_descr(kind)) {
       element.dtype = *native;
     } else if (options.integers && (kind == "i2" || kind == "u2" || kind == "u4" || kind == "u8")) {
-      *options.integers = {true, kind.front() == 'i'};
+      *options.integers = {true, kind.front() == 'i', false};
       return integer_bits(static_cast<std::uint64_t>(kind.back() - '0'), element.swap);
     } else {
       throw DTypeError(fmt::format("{} holds '{}', which a table cannot; it holds {}", where_, printable(descr), table_dtypes()));

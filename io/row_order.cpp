@@ -41,6 +41,9 @@ class RowsOrder final : public RowOrder {
     if (!integers_->other && is_floating(reader_->dtype()))
       throw DTypeError(fmt::format("{} holds {}; the numbers of an order of rows are integers", reader_->description(),
                                    dtype_name(reader_->dtype())));
+    if (integers_->boolean)  // a mask, whose rows are not those numbered 0 and 1
+      throw DTypeError(
+          fmt::format("{} holds truth values; the numbers of an order of rows are integers", reader_->description()));
     size_ = length_of(path_, {reader_->rows(), reader_->dim()});
     across_ = reader_->dim() > 1;
     if (!integers_->other) integers_->is_signed = reader_->dtype() != DType::kUInt8;

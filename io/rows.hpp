@@ -103,6 +103,7 @@ struct ReadOptions {
   struct Integers {
     bool other = false;  // than the dtype says
     bool is_signed = false;
+    bool boolean = false;  // no numbers: truth values, read as 0 and 1
   };
   std::shared_ptr<Integers> integers = {};
 };

@@ -45,8 +45,10 @@ class SafetensorsRowReader final : public RowReader {
                         tensor.dtype_text(), shape_to_text(tensor.shape));
     std::optional<ElementFormat> element = tensor.element();
     if (const auto integer = integer_named(tensor.dtype_text(), /*swap=*/false); integer && !element && options.integers) {
-      *options.integers = {true, integer->is_signed};
+      *options.integers = {true, integer->is_signed, false};
       element = integer->bits;
+    } else if (element && options.integers) {
+      options.integers->boolean = element->boolean;
     }
     if (!element)
       throw DTypeError(

@@ -209,8 +209,10 @@ class TorchRowReader final : public RowReader {
     text_ = fmt::format("{}, torch, {} {}, {}", where_, tensor.dtype, shape_to_text(tensor.shape), layout_of(*archive_, tensor));
     std::optional<ElementFormat> element = element_of(tensor, archive_->swap);
     if (const auto integer = integer_named(tensor.dtype, archive_->swap); integer && !element && options.integers) {
-      *options.integers = {true, integer->is_signed};
+      *options.integers = {true, integer->is_signed, false};
       element = integer->bits;
+    } else if (element && options.integers) {
+      options.integers->boolean = element->boolean;
     }
     if (!element)
       throw DTypeError(fmt::format("{} holds {}, which a table cannot; it holds {}", where_, tensor.dtype, table_dtypes()));

@@ -503,12 +503,12 @@ Table import_all(Store& store, std::string_view name, const nb::bytes& source, c
 // (parameter, fields, step)
 nb::tuple import_optimizer_state(Table& table, const nb::bytes& source, std::optional<std::uint64_t> parameter,
                                  const nb::object& callback) {
-  const std::string file = text_of(source);
+  const Location location = parse_location(text_of(source), location_options("torch", LocationOptions::Use::kRead));
   TorchStateReport report;
   {
     const Progress progress = progress_of(callback);
     const nb::gil_scoped_release release;
-    report = import_torch_state(table, file, parameter, kTransferBytes, progress);
+    report = import_torch_state(table, location, parameter, kTransferBytes, progress);
   }
   return nb::make_tuple(report.parameter, nb::cast(report.fields), report.step);
 }

@@ -156,7 +156,11 @@ std::vector<CommitInfo> read_history(const std::filesystem::path& store, const M
   Found found = read_file(store / kHistoryName, manifest.commit, ops);
   for (const CommitInfo& commit : logged)
     if (commit.number <= manifest.commit) found.commits.insert_or_assign(commit.number, commit);
-  if (manifest.commit != 0) found.commits.insert_or_assign(manifest.commit, info_of(manifest));
+  // A manifest of before there were times does not take away what the file knows.
+  if (!manifest.time.empty())
+    found.commits.insert_or_assign(manifest.commit, info_of(manifest));
+  else if (manifest.commit != 0)
+    found.commits.emplace(manifest.commit, info_of(manifest));
   return newest(found.commits);
 }
 

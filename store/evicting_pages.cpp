@@ -343,6 +343,10 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     if (access == Access::kWrite)
       for (const std::uint32_t index : wanted.found) mark_dirty(index);
     if (!wanted.missing.empty()) make_room(wanted, access, batch, lock);
+    // Before frames are taken: where there is no memory for it, nobody waits for them.
+    Beside beside;
+    if (work != nullptr && wanted.filling.empty() && !wanted.found.empty() && !wanted.missing.empty())
+      beside.frame_of.assign(frame_of.begin(), frame_of.end());
     take_frames(wanted, batch, access, reads, replaces);
     if (access == Access::kPrefetch)
       begin_promise(batch, wanted);
@@ -350,11 +354,7 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
       notice(batch);
     if (!wanted.missing.empty()) {
       turn_taken_ = ending.turn = false;
-      Beside beside;
-      if (work != nullptr && wanted.filling.empty() && !wanted.found.empty() && !reads.empty()) {
-        beside.frame_of.assign(frame_of.begin(), frame_of.end());
-        beside.work = std::exchange(work, nullptr);  // once, also where this is tried again
-      }
+      if (!beside.frame_of.empty() && !reads.empty()) beside.work = std::exchange(work, nullptr);  // once, also when tried again
       for (std::size_t i = 0; i < pages.size(); ++i) {
         if (i + kSlotsAhead < pages.size()) lookup_.prefetch(pages[i + kSlotsAhead]);
         if (frame_of[i] == kAbsent) frame_of[i] = lookup_.find(pages[i]);

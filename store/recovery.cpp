@@ -142,7 +142,7 @@ void Store::Impl::look(bool accept_unclean) {
     if (view) view->check_store(manifest.store_id);
     if (view && !view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), core_->path);
     if (lacks && !accept_unclean) throw log_error(core_->path / kLogName, view->lack(), manifest.commit);
-    if (view && !lacks) view->check_moment(in_file.commit);
+    if (view && (!lacks || in_file.commit < view->applied())) view->check_moment(in_file.commit);
     core_->unclean = UncommittedMark::present(core_->path, manifest.commit, core_->ops);
     if (core_->unclean && !accept_unclean)
       throw unclean_end(core_->path, manifest.commit,
@@ -186,8 +186,9 @@ void Store::Impl::look(bool accept_unclean) {
       // at, and no table was made or removed: one of the same name has other files.
       const bool listed = Manifest::load(core_->path).revision == revision;
       if (listed && (core_->view ? core_->view->unchanged() : core_->unlogged->unchanged())) {
-        if (mixed != nullptr) std::rethrow_exception(mixed);
-        return;
+        if (mixed == nullptr) return;
+        for (const auto& [name, table] : tables_) table->drop_files(mixed);  // some of them may have been opened
+        std::rethrow_exception(mixed);
       }
     }
     // The writer came in between. It begins and ends to apply commits a few times a second at most.
@@ -215,7 +216,7 @@ RecoveryPlan Store::Impl::plan_recovery(const std::filesystem::path& path, std::
   if (view) {
     view->check_store(manifest.store_id);
     if (!view->manifest().empty()) manifest = newer_manifest(std::move(manifest), view->manifest(), path);
-    if (view->lack().empty()) view->check_moment(in_file.commit);
+    if (view->lack().empty() || in_file.commit < view->applied()) view->check_moment(in_file.commit);
     plan.log_bytes = view->bytes();
     core.logged = view.get();
   }
@@ -256,7 +257,13 @@ RecoveryPlan Store::Impl::plan_recovery(const std::filesystem::path& path, std::
 
 Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Manifest manifest) {
   const std::filesystem::path path = core.path / kLogName;
+  // What tells that the tables may be of several moments, the log and their numbers of commits, is gone before their pages are
+  // sealed anew. From then on the mark tells.
+  const auto keep_refusing = [&core](std::uint64_t commit) {
+    if (core.unclean) core.mark.set(commit);
+  };
   if (core.durability == Durability::kNone && !is_there(path)) {
+    keep_refusing(manifest.commit);
     if (manifest.log) {  // it is gone, which has been accepted
       manifest.log = false;
       ++manifest.revision;
@@ -266,6 +273,7 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     return manifest;
   }
   check_own_file(path);
+  keep_refusing(manifest.commit);  // before a log is made where one is missed
   const RedoLogOptions log_options{.limit = core.log_limit,
                                    .memory = core.most_log_memory(),
                                    .transfer_bytes = std::clamp<std::uint64_t>(core.transfer_bytes(), 64U << 10, 4U << 20),
@@ -313,8 +321,10 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     files.push_back(std::move(recovered));
   }
   for (const std::uint32_t removed : tables) log.detach(removed, /*forget=*/true);
+  keep_refusing(manifest.commit);
   log.apply_all(options.recovery);
   for (const auto& recovered : files) core.unclean = core.unclean || recovered->file->skipped();
+  keep_refusing(manifest.commit);
   for (const auto& [name, entry] : manifest.tables) log.detach(entry.id, /*forget=*/false);
   if (manifest.log) {
     manifest.log = false;

@@ -282,9 +282,11 @@ void RedoLog::publish(const LogRecord& record, std::uint64_t bytes) {
   const std::lock_guard lock(mutex_);
   for (std::size_t i = 0; i < record.entries.size(); ++i) {
     const LoggedVersion version{in_place ? record.header.position : record.data(i), record.entries[i].checksum, in_place};
-    const std::uint64_t before = index_.size();
+    if (!in_place) {
+      const auto known = index_.find(table, record.entries[i].page);
+      if (!known || known->newest.in_place) once_bytes_ += record.header.page_bytes;
+    }
     appended_ += index_.put(table, record.entries[i].page, version, epoch_) ? 1U : 0U;
-    if (!in_place) once_bytes_ += (index_.size() - before) * record.header.page_bytes;
   }
   head_ += bytes;
   entries_ = index_.size();

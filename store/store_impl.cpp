@@ -222,6 +222,7 @@ void Store::Impl::open_tables() {
       broken_.emplace(name, std::current_exception());
       entries.erase(name);
       if (const auto known = tables_.find(name); known != tables_.end()) {
+        known->second->drop_files(std::current_exception());
         known->second->end_mapping();
         tables_.erase(known);
       }

@@ -73,8 +73,8 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   std::unique_lock<std::mutex> lock() const;  // mutex_, with the store usable
   void check_writable() const;
   // All below: with mutex_ held.
-  // `rows` more rows of initial values, or, where it is given, of these weights. Throws what check_resizable throws.
-  // `fill`: writes the new rows, once the table has them; empty: they are initial.
+  // To `rows` rows. `fill` writes the new ones, once the table has them; empty: they are initial. Throws what check_resizable
+  // throws.
   using FillRows = std::function<void()>;
   void grow(TableImpl& table, std::uint64_t rows, const FillRows& fill);
   const TableEntry& check_resizable(const TableImpl& table) const;

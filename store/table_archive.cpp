@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 #include <memory>
+#include <set>
 #include <utility>
 
 #include "base/error.hpp"
@@ -58,7 +59,10 @@ std::string bytes_of(const Location& location, std::uint64_t most) {
   return text;
 }
 
-bool named(const Entry& entry, std::string_view name) { return entry.name == name || entry.name == "/" + std::string(name); }
+bool named(const Entry& entry, std::string_view name) {
+  const std::string_view found = entry.name;
+  return found == name || (found.starts_with('/') && found.substr(1) == name);
+}
 
 }  // namespace
 
@@ -208,12 +212,21 @@ std::string_view state_name(std::string_view entry, std::string_view prefix) {
 
 class TorchState {
  public:
-  explicit TorchState(const std::filesystem::path& file) : file_{file}, contents_{read_torch_file(file)} {
+  // The file, or the dictionary in it that the selector names.
+  explicit TorchState(const Location& source) : file_{source.file}, contents_{read_torch_file(source.file)} {
+    if (!source.selector.empty()) {
+      within_ = source.selector + ".";
+      keep_within(contents_.scalars);
+      keep_within(contents_.tensors);
+    }
     for (const TorchScalar& scalar : contents_.scalars) scalars_.emplace(scalar.name, &scalar);
     for (const TorchTensor& tensor : contents_.tensors) tensors_.emplace(tensor.name, &tensor);
     bool groups = false;
-    for (const TorchScalar& scalar : contents_.scalars) groups = groups || scalar.name.starts_with("param_groups.");
-    if (!groups) throw FormatError(file, "is no state_dict of an optimizer: there are no param_groups in it");
+    for (const TorchScalar& scalar : contents_.scalars) groups = groups || scalar.name.starts_with(kGroups);
+    if (groups) return;
+    const std::string what = source.selector.empty() ? "" : fmt::format("'{}' ", printable(source.selector));
+    throw FormatError(file_,
+                      fmt::format("{}is no state_dict of an optimizer: there are no param_groups in it{}", what, others()));
   }
 
   const TorchTensor* tensor(const std::string& name) const {
@@ -343,9 +356,27 @@ class TorchState {
     return out;
   }
 
-  const std::filesystem::path& file() const noexcept { return file_; }
+  // Where a tensor of the state is in the file.
+  Location location(const std::string& name) const { return {file_, within_ + name, Location::Format::kTorch}; }
 
  private:
+  static constexpr std::string_view kGroups = "param_groups.";
+
+  // Leaves what lies in the dictionary that was named, under the names that it has there.
+  template <class T>
+  void keep_within(std::vector<T>& all) const {
+    std::erase_if(all, [this](const T& one) { return !one.name.starts_with(within_); });
+    for (T& one : all) one.name.erase(0, within_.size());
+  }
+  // For an error: the dictionaries further inside that are state_dicts of optimizers.
+  std::string others() const {
+    constexpr std::size_t kMost = 8;
+    std::set<std::string> found;
+    for (const TorchScalar& scalar : contents_.scalars)
+      if (const auto at = scalar.name.find(fmt::format(".{}", kGroups)); at != std::string::npos && found.size() < kMost)
+        found.insert(fmt::format("{}:{}", printable(file_), printable(within_ + scalar.name.substr(0, at))));
+    return found.empty() ? "" : fmt::format("; there are in {}", fmt::join(found, ", "));
+  }
   // A group may have no parameters.
   bool has_group(std::uint64_t group) const {
     const std::string prefix = fmt::format("param_groups.{}.", group);
@@ -363,6 +394,7 @@ class TorchState {
   }
 
   std::filesystem::path file_;
+  std::string within_;  // in front of the names in the file: "optimizer."
   TorchContents contents_;
   std::map<std::string, const TorchScalar*> scalars_;
   std::map<std::string, const TorchTensor*> tensors_;
@@ -432,10 +464,11 @@ void export_torch_state(const Table& table, const Location& destination, const A
   writer->finish();
 }
 
-TorchStateReport import_torch_state(Table& table, const std::filesystem::path& file, std::optional<std::uint64_t> parameter,
+TorchStateReport import_torch_state(Table& table, const Location& source, std::optional<std::uint64_t> parameter,
                                     std::uint64_t memory, const Progress& progress) {
   check_torch_kind(table);
-  const TorchState state(file);
+  const TorchState state(source);
+  const std::filesystem::path& file = source.file;
   const std::vector<std::uint64_t> all = state.parameters();
   if (parameter) {
     if (std::find(all.begin(), all.end(), *parameter) == all.end())
@@ -455,8 +488,9 @@ TorchStateReport import_torch_state(Table& table, const std::filesystem::path& f
       throw InvalidArgument(fmt::format("{}: none of its {} parameters has state that fits table '{}'{}", printable(file),
                                         all.size(), printable(table.name()), why.empty() ? "" : ": " + why));
     if (fit.size() > 1)
-      throw InvalidArgument(fmt::format("{}: the state of several parameters fits table '{}': {}; name one", printable(file),
-                                        printable(table.name()), fmt::join(fit, ", ")));
+      throw InvalidArgument(
+          fmt::format("{}: the state of several parameters fits table '{}': {}; name one with --param (or parameter=)",
+                      printable(file), printable(table.name()), fmt::join(fit, ", ")));
     parameter = fit.front();
   }
   TorchStateReport report{.parameter = fmt::format("state.{}", *parameter), .fields = {}, .step = table.step()};
@@ -484,8 +518,7 @@ TorchStateReport import_torch_state(Table& table, const std::filesystem::path& f
       ConversionReport ignored;
       convert_elements(DType::kFloat64, reinterpret_cast<const std::byte*>(&number), field.dtype, value.data(), 1, ignored);
     } else {
-      reader =
-          std::make_unique<ConvertingReader>(open_rows(Location{file, name, Location::Format::kTorch}), field.dtype, memory / 4);
+      reader = std::make_unique<ConvertingReader>(open_rows(state.location(name)), field.dtype, memory / 4);
     }
     const std::uint64_t block = std::clamp<std::uint64_t>(memory / 4 / field.bytes, 1, std::max<std::uint64_t>(rows, 1));
     std::vector<std::byte> buffer(std::min(block, rows) * field.bytes);

@@ -54,10 +54,11 @@ struct TorchStateReport {
 void export_torch_state(const Table& table, const Location& destination, const ArchiveOptions& options);
 
 // The state of one parameter of such a file onto a table of an optimizer of the same kind: all state fields, the steps, and
-// hyperparameters from the parameter's group. `parameter` is its number in the file; nothing: the only one whose state fits.
+// hyperparameters from the parameter's group. A selector names the dictionary in the file that is the state, as "optimizer" in a
+// checkpoint of a model and its optimizer. `parameter` is its number in the file; nothing: the only one whose state fits.
 // Everything is looked at before the first row is written; commits nothing. Throws NotFound, FormatError, InvalidArgument (state
 // that the table has not or the file has not, shapes, options of another optimizer).
-TorchStateReport import_torch_state(Table& table, const std::filesystem::path& file, std::optional<std::uint64_t> parameter,
+TorchStateReport import_torch_state(Table& table, const Location& source, std::optional<std::uint64_t> parameter,
                                     std::uint64_t memory, const Progress& progress);
 
 }  // namespace embermap

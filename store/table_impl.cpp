@@ -69,6 +69,7 @@ void TableImpl::make_file(File data, PageLedger ledger) {
 
 void TableImpl::check_open() const {
   core_->check_usable();
+  if (!file_ && no_files_ != nullptr) std::rethrow_exception(no_files_);
   if (!file_) throw ClosedError(fmt::format("table '{}' was removed", printable(name_)));
 }
 
@@ -470,7 +471,8 @@ Prefetcher::Step TableImpl::prefetch_some(Ahead& ahead, const Prefetch::State& j
       parts.begun += part.count;
     }
     if (part.first < all) part.count = std::min(part.count, all - part.first);
-    if (part.first >= all || part.count == 0) return Step::kEnded;
+    // The other thread's part may have to stop, and is to be read again then.
+    if (part.first >= all || part.count == 0) return parts.flying != 0 ? Step::kAgain : Step::kEnded;
     if (!job.awaited) {
       // The other thread's part may be promised already, or not yet: either way there is room for both.
       const std::uint64_t wanted = part.count + parts.flying;
@@ -486,7 +488,7 @@ Prefetcher::Step TableImpl::prefetch_some(Ahead& ahead, const Prefetch::State& j
     const std::lock_guard taking(parts.mutex);
     parts.flying -= part.count;
     if (stopped) parts.again.push_back(part);
-    return !parts.again.empty() || parts.begun < all;
+    return !parts.again.empty() || parts.begun < all || parts.flying != 0;
   };
   try {
     std::vector<std::uint32_t> frames(part.count);
@@ -780,9 +782,10 @@ bool TableImpl::is(const TableEntry& entry) const noexcept {
          entry.geometry.stride == entry_.geometry.stride && entry.geometry.rows_per_page == entry_.geometry.rows_per_page;
 }
 
-void TableImpl::drop_files() noexcept {
+void TableImpl::drop_files(std::exception_ptr why) noexcept {
   release_hot();
   file_.reset();
+  no_files_ = std::move(why);
   share_ = {};
 }
 

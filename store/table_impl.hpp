@@ -134,8 +134,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // For a reader that goes on to a later commit, with stand_still(): whether the table is that of an entry; gives its files up;
   // takes others.
   bool is(const TableEntry& entry) const noexcept;
-  void drop_files() noexcept;
-  void end_mapping() noexcept;  // of a table that is gone, whose handles may live on
+  void drop_files(std::exception_ptr why = {}) noexcept;  // what calls throw until it has files again; null: it was removed
+  void end_mapping() noexcept;                            // of a table that is gone, whose handles may live on
   void replace_files(TableEntry entry, File data, PageLedger ledger);
 
   void close(bool removed = false) noexcept;
@@ -229,11 +229,11 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // Calls body(step) for consecutive pages [first_page, end_page) in steps, several at a time on I/O threads (table_scan.cpp).
   struct ScanStep;
   void for_steps(std::uint64_t first_page, std::uint64_t end_page, const std::function<void(ScanStep&)>& body);
-  // Of write(), with files_ taken alone.
   // Reads the pages of rows [first, end), has `body` change records, those of rows [row, row + count) counted from `first`, and
   // writes them back.
   using FillRecords = std::function<void(std::uint64_t row, std::uint64_t count, std::byte* records)>;
   void fill_pages(std::uint64_t first, std::uint64_t end, const FillRecords& body);
+  // Of write(), with files_ taken alone.
   void write_some(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field);
   // Of the rows [first, first + count), those on a page: the first one's place in the range and on the page, and how many.
   struct PageRows {
@@ -329,6 +329,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   std::atomic<bool> entry_changed_{false};
   std::uint64_t changing_ = 0;  // the commit on its way, if it changes pages
   std::unique_ptr<PageFile> file_;
+  std::exception_ptr no_files_;  // why there is none
   MemoryShare share_;
   std::uint64_t commits_ = 0;                  // of this session
   std::atomic<std::uint64_t> dirty_known_{0};  // pages

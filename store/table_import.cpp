@@ -12,6 +12,7 @@
 #include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "io/partial_rows.hpp"
 #include "io/row_range.hpp"
 #include "io/same_file.hpp"
 #include "store/redo_log.hpp"
@@ -26,6 +27,14 @@ std::filesystem::path partial_target(const std::filesystem::path& table) {
   std::filesystem::path store = std::filesystem::absolute(table.parent_path()).lexically_normal();
   if (!store.has_filename()) store = store.parent_path();
   return store.parent_path() / fmt::format("{}.{}", store.filename().native(), table.filename().native());
+}
+
+// Throws InvalidArgument for a field that is named twice.
+void check_fields(const std::vector<FieldSource>& fields) {
+  for (std::size_t i = 0; i < fields.size(); ++i)
+    for (std::size_t j = 0; j < i; ++j)
+      if (fields[i].field == fields[j].field)
+        throw InvalidArgument(fmt::format("the field '{}' is named twice", printable(fields[i].field)));
 }
 
 // `progress` of several parts, one after the other, as if they were one.
@@ -90,6 +99,7 @@ TableImport::TableImport(const Location& source, const std::filesystem::path& ta
                                                                 .overwrite = options.vocabulary.empty()});
   std::vector<FieldSource> fields = options.fields;
   if (fields.empty()) fields.push_back({"weight", source.selector});
+  check_fields(fields);
   const auto weight = std::find_if(fields.begin(), fields.end(), [](const FieldSource& one) { return one.field == "weight"; });
   if (weight == fields.end()) throw InvalidArgument("a table needs its 'weight' among the fields, as in weight=NAME,sum");
   const std::uint64_t share = options.memory / 2 / fields.size();
@@ -320,7 +330,24 @@ class IntoWords {
     }
   }
   void finish() {
-    if (writer_) writer_->finish(rows_);
+    if (!writer_) return;
+    writer_->finish(rows_);
+    finished_ = true;
+  }
+  // The words as they were before finish().
+  void withdraw() {
+    if (!finished_) return;
+    if (!there_) {
+      std::error_code ignored;
+      std::filesystem::remove(file_, ignored);
+      return;
+    }
+    VocabularyWriter before(file_, /*overwrite=*/true);
+    for (std::uint64_t row = 0; row < at_; ++row) {
+      there_->find(row, word_);  // of the file that was there, which has lost its name
+      before.add(row, word_);
+    }
+    before.finish(at_);
   }
   std::filesystem::path written() const { return adds_ ? file_ : std::filesystem::path{}; }
 
@@ -328,7 +355,7 @@ class IntoWords {
   const Table& table_;
   const Location& source_;
   std::uint64_t at_, rows_ = 0;
-  bool adds_ = false;
+  bool adds_ = false, finished_ = false;
   std::filesystem::path file_;
   std::unique_ptr<VocabularyReader> there_, new_words_;
   std::unique_ptr<VocabularyWriter> writer_;
@@ -371,6 +398,7 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
   const auto has = [&](std::string_view name) {
     return std::any_of(fields.begin(), fields.end(), [&](const FieldSource& one) { return one.field == name; });
   };
+  check_fields(fields);
   for (const FieldSource& one : fields) (void)schema.field(one.field);
   if (options.append && !has("weight"))
     throw InvalidArgument(fmt::format("table '{}': new rows need their 'weight'", printable(table.name())));
@@ -410,7 +438,7 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
     throw InvalidArgument(
         fmt::format("{}: {} rows for table '{}' with {}: say where they go (at), or that they are added (append)",
                     parts.front().rows->reader().description(), rows, printable(table.name()), before));
-  const std::uint64_t at = options.append ? before : options.at.value_or(0);
+  std::uint64_t at = options.append ? before : options.at.value_or(0);
   if (!options.append && (at > before || rows > before - at))
     throw InvalidArgument(fmt::format("{} rows at row {} reach past the end of table '{}' with {} rows (append adds rows)", rows,
                                       at, printable(table.name()), before));
@@ -431,7 +459,7 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
   if (options.append) {
     Table::NewRows readers;
     for (const IntoPart& part : parts) readers.emplace(part.field->name, &part.rows->reader());
-    table.append_rows(readers, options.progress);
+    at = table.append_rows(readers, options.progress);
     keep_reports();
   } else {
     std::uint64_t bytes = 0;
@@ -462,6 +490,10 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
     if (!options.look_first) keep_reports();
   }
   try {
+    if (at != before && options.append && !words.written().empty())
+      throw InvalidArgument(
+          fmt::format("rows were added to table '{}' while words were: those would be of other rows", printable(table.name())));
+    words.finish();  // at once: a crash that came before it would leave rows without words
     if (options.check) {
       Steps steps(options.progress, all);
       for (const IntoPart& part : parts) {
@@ -472,9 +504,12 @@ std::vector<CopyResult> import_into(const Store& store, Table& table, const Loca
         steps.done(rows);
       }
     }
-    words.finish();
   } catch (...) {
-    if (options.append) table.resize(before);
+    // Rows that somebody else has added behind them since are not ours to take away, and have their numbers.
+    if (options.append && table.rows() == at + rows) {
+      table.resize(at);
+      words.withdraw();
+    }
     throw;
   }
   return results;

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "io/copy_file.hpp"
-#include "io/partial_rows.hpp"
 #include "io/row_order.hpp"
 #include "io/rows.hpp"
 #include "io/vocabulary.hpp"
@@ -17,6 +16,8 @@
 #include "store/table.hpp"
 
 namespace embermap {
+
+class PartialRows;
 
 // A field of a table, and the array of a file that it comes from.
 struct FieldSource {
@@ -87,7 +88,8 @@ struct IntoOptions : ImportOptions {
 // Words of the rows have to be those that the table's vocabulary has (`vocabulary`, or STORE/TABLE.vocab.txt; "none": are not
 // looked at). With `append` words are added to that vocabulary; a table that has one needs them, from the file or a `vocabulary`
 // of the new rows, or "none". An order may name any rows, and no way back is kept.
-// Commits nothing, but that `append` commits, as Table::append does, and leaves the table as it was when it fails.
+// Commits nothing, but that `append` commits, as Table::append does, and leaves the table as it was when it fails (unless another
+// thread has added rows behind them meanwhile).
 std::vector<CopyResult> import_into(const Store& store, Table& table, const Location& source, const IntoOptions& options);
 
 // Words may lie in a store's own directory in one place only, beside `table`, STORE/TABLE, with which they go: throws

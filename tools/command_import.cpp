@@ -164,8 +164,8 @@ Store open_for_one_commit(const Common& common, const TablePath& path, const std
 
 // State of torch.optim onto a table that is there.
 int import_state(const Arguments& arguments, const Common& common, const Location& source, const TablePath& path) {
-  if (!arguments.fields.empty() || !source.selector.empty() || !arguments.dtype.empty() || !arguments.vocabulary.empty() ||
-      arguments.all || arguments.resume || !arguments.rows.selection(true).order.empty() || arguments.rows.some() ||
+  if (!arguments.fields.empty() || !arguments.dtype.empty() || !arguments.vocabulary.empty() || arguments.all ||
+      arguments.resume || !arguments.rows.selection(true).order.empty() || arguments.rows.some() ||
       !std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--optimizer-state takes state onto a table that is there, as it is in SRC: only --param goes with it");
   if (source.format != Location::Format::kTorch)
@@ -181,7 +181,7 @@ int import_state(const Arguments& arguments, const Common& common, const Locatio
   TorchStateReport report;
   try {
     ProgressLine line("import " + path.table, table.dim() * item_size(table.dtype()), common.quiet);
-    report = import_torch_state(table, source.file, parameter, common.memory / 2, line.callback());
+    report = import_torch_state(table, source, parameter, common.memory / 2, line.callback());
     check_interrupt();
     store.commit();
   } catch (...) {
@@ -377,7 +377,8 @@ int import(const Arguments& arguments, const Common& common) {
 }  // namespace
 
 void add_import(CLI::App& app, Common& common, Action& chosen) {
-  auto* command = app.add_subcommand("import", "Make a table from the rows of a file, or take state of an optimizer onto one");
+  auto* command = app.add_subcommand(
+      "import", "Make a table from the rows of a file, or take rows or state of an optimizer onto one that is there");
   auto arguments = std::make_shared<Arguments>();
   command->add_option("SRC", arguments->source, kSourceHelp)->required();
   command
@@ -407,9 +408,10 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
       ->type_name("ROW")
       ->group("Into a table that is there");
   command->add_flag("--append", arguments->append, "Rows of SRC become new ones at the end")->group("Into a table that is there");
-  command->add_flag("--optimizer-state", arguments->optimizer_state,
-                    "SRC is torch.save(optimizer.state_dict()): its state, steps and options go onto TABLE, which is there and "
-                    "has an optimizer of that kind");
+  command->add_flag(
+      "--optimizer-state", arguments->optimizer_state,
+      "SRC is torch.save(optimizer.state_dict()), or x.pt:NAME for one in a checkpoint: its state, steps and options "
+      "go onto TABLE, which is there and has an optimizer of that kind");
   command->add_option("--param", arguments->parameter, "With --optimizer-state: the number of the parameter, where several fit")
       ->type_name("N");
   command->add_flag("--in-place", arguments->in_place, "Use the .npy file where it is instead of a copy; training writes to it");
@@ -433,7 +435,7 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
                  "  embermap import glove.6B.100d.txt tables/glove\n"
                  "  embermap import new.npy tables/items --into --at 5000\n"
                  "  embermap import new.npy tables/items --into --append\n"
-                 "  embermap import state.npz tables/items --into --field sum\n"
+                 "  embermap import state.npy tables/items:sum --into\n"
                  "  embermap import huge.npy tables/huge --in-place --read-only",
                  [arguments](const Common& c) { return import(*arguments, c); });
 }

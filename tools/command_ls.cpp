@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <array>
+#include <filesystem>
 #include <memory>
+#include <system_error>
 #include <vector>
 
 #include "base/error.hpp"
@@ -42,8 +44,26 @@ std::string table_text(const std::vector<Entry>& entries) {
   return out;
 }
 
+// Throws UsageError for a store, and for a table by its name: neither is a file.
+void refuse_stores(const std::string& text) {
+  const std::filesystem::path path(text);
+  std::error_code ignored;
+  const bool there = std::filesystem::exists(path, ignored);
+  const std::filesystem::path store = there ? path : path.parent_path();
+  if (!std::filesystem::is_directory(store, ignored) || !store_at(store)) return;
+  throw UsageError(there ? fmt::format("'{}' is a store; 'embermap info' shows its tables", printable(text))
+                         : fmt::format("'{}' is no file; 'embermap info' shows tables of a store", printable(text)));
+}
+
 int list(const Arguments& arguments, const Common& common) {
-  const Location location = parse_source("FILE", arguments.file, arguments.from);
+  const Location location = [&] {
+    try {
+      return parse_source("FILE", arguments.file, arguments.from);
+    } catch (const UsageError&) {
+      refuse_stores(arguments.file);
+      throw;
+    }
+  }();
   require_regular_file(location.file);
   const std::vector<Entry> entries =
       chosen_entries(location.file, list_entries(location.file, location.format), location.selector);

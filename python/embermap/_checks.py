@@ -109,6 +109,18 @@ def reading(
     )
 
 
+def count_rows(src: str | os.PathLike[str], how: Reading, arrays: list[tuple[str, str]]) -> int:
+    """How many rows a file has; with `arrays`, as `pairs` gives them, the first of these in it."""
+    location = os.fsencode(src)
+    if arrays:
+        location += b":" + os.fsencode(arrays[0][1])
+    core = _core.FileRows(location, how)
+    try:
+        return core.rows
+    finally:
+        core.close()
+
+
 def row_range(rows: object, count: Callable[[], int]) -> tuple[int, int]:
     """(first, end) of a slice or a pair, end 2**64 - 1 for all. `count` says how many rows there
     are, asked only where a number counts from the end.

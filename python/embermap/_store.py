@@ -376,21 +376,15 @@ class Store:
         (check), OSError.
         """
         how = _checks.reading(source_dtype, allow_external, follow_links, format, dim, offset)
-
-        def count() -> int:
-            core = _core.FileRows(os.fsencode(src), how)
-            try:
-                return core.rows
-            finally:
-                core.close()
-
+        arrays = _checks.pairs(fields)
+        part = _checks.row_range(rows, lambda: _checks.count_rows(src, how, arrays))
         handle, found = self._live.import_file(
             _table_name(name),
             os.fsencode(src),
             None if dtype is None else _dtypes.dtype_name(dtype),
             how,
-            _checks.selection(_checks.row_range(rows, count), order, jobs),
-            _checks.pairs(fields),
+            _checks.selection(part, order, jobs),
+            arrays,
             optimizers._to_core(optimizer),
             _checks.size(page_bytes, "page_bytes"),
             _table_memory(memory),

@@ -758,7 +758,8 @@ class Table:
         the method of that name does. Where something is wrong with the file, or a value, this is
         found before the first row is changed: rows are read once if they fit 32 MiB, else twice.
         After an error in writing (a full disk) some rows are new; leaving the store without a
-        commit gives all of them up.
+        commit gives all of them up, but those of stretches that the store has committed by itself
+        (`autocommit`), where they were more than the log holds.
 
         Args:
             src: the file, and after a colon the array in it.
@@ -786,21 +787,15 @@ class Table:
         """
         core = self._live
         how = _checks.reading(source_dtype, allow_external, follow_links, format, dim, offset)
-
-        def count() -> int:
-            there = _core.FileRows(os.fsencode(src), how)
-            try:
-                return there.rows
-            finally:
-                there.close()
-
+        arrays = _checks.pairs(fields)
+        part = _checks.row_range(rows, lambda: _checks.count_rows(src, how, arrays))
         found = self._store._live.import_rows(
             core,
             os.fsencode(src),
             None if dtype is None else _dtypes.dtype_name(dtype),
             how,
-            _checks.selection(_checks.row_range(rows, count), order, jobs),
-            _checks.pairs(fields),
+            _checks.selection(part, order, jobs),
+            arrays,
             field,
             None if at is None else _checks.integer(at, "at"),
             bool(append),
@@ -885,7 +880,8 @@ class Table:
         parameter's group. Part of the next commit. Nothing in the file is executed.
 
         Args:
-            src: the file.
+            src: the file, or "x.pt:NAME" for the state_dict under that name in a checkpoint, as
+                "optimizer" in {"model": ..., "optimizer": ...}.
             parameter: its number in the file; None: the only one whose state fits.
             progress: as for `export`.
 

@@ -386,7 +386,11 @@ def convert(
             follow_links=follow_links,
         )
 
+    how = _checks.reading(source_dtype, allow_external, follow_links, src_format, dim, offset)
+
     def count() -> int:
+        if pairs and sides == (None, None):
+            return _checks.count_rows(src, how, pairs)
         with source() as there:
             return len(there)
 
@@ -417,7 +421,7 @@ def convert(
         os.fsencode(src),
         os.fsencode(dst),
         None if dtype is None else _dtypes.dtype_name(dtype),
-        _checks.reading(source_dtype, allow_external, follow_links, src_format, dim, offset),
+        how,
         _checks.selection((first, end), order, threads),
         pairs,
         bool(overwrite),

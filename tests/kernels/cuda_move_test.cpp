@@ -367,7 +367,6 @@ TEST_F(CudaMove, PagesInFramesChosenByLotInSeveralPasses) {
   }
 }
 
-// A transfer must leave the one before it alone, whose kernel may still be on its way when all threads have done their part.
 // Rows of pages that were not there at first come behind the others, which stay as they are.
 TEST_F(CudaMove, SomePagesComeBehindTheOthers) {
   Random random(21);
@@ -416,6 +415,7 @@ TEST_F(CudaMove, SomePagesComeBehindTheOthers) {
   EXPECT_FALSE(engine->of_all_threads(CudaStream{cudaStreamPerThread}));
 }
 
+// A transfer must leave the one before it alone, whose kernel may still be on its way when all threads have done their part.
 TEST_F(CudaMove, TransfersFollowOneAnotherWithoutWaiting) {
   Random random(6);
   for (const std::uint64_t bytes : Values{512, 4096, 65'536}) {

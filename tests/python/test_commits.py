@@ -528,7 +528,7 @@ def test_a_damaged_log_is_named(crashed):
         whole[at + 60] ^= 1  # both headers
     log.write_bytes(whole)
     for mode in ("r", "r+"):
-        with pytest.raises(em.FormatError, match=re.escape(str(log))):
+        with pytest.raises(em.CorruptError, match=re.escape(str(log))):
             em.open(crashed, mode=mode)
     assert log.read_bytes() == whole
 

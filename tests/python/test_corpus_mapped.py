@@ -50,7 +50,13 @@ def test_filling_more_than_the_disk_holds_is_an_error(small_disk, durability):
             store.commit()
         assert caught.value.errno == errno.ENOSPC
         assert str(small_disk) in str(caught.value.filename)
-        assert (table[:100] == (2 if durability == "none" else table[0, 0])).all()
+        try:
+            rows = table[:100]
+        except OSError as error:  # no frame is clean, and there is no room to write one
+            assert durability == "commit"
+            assert error.errno == errno.ENOSPC
+        else:
+            assert (rows == (2 if durability == "none" else rows[0, 0])).all()
         store.abandon()
     if durability == "commit":
         with em.open(small_disk / "s", mode="r", memory="2MiB") as store:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import embermap as em
 import h5py
 import numpy as np
@@ -81,6 +83,29 @@ def test_added_rows_are_committed_or_not_there(store, table, values, tmp_path):
     assert np.array_equal(table[:ROWS], values)
 
 
+def test_rows_that_another_thread_has_added_stay(table, values, tmp_path):
+    np.save(tmp_path / "n.npy", np.ones((100_000, DIM), np.float32))
+    checks, added = threading.Event(), []
+
+    def add():
+        checks.wait(60)
+        added.append(table.append(values[:3]))
+
+    def stop_in_the_check(done, total):
+        if checks.is_set():
+            other.join(60)
+            raise KeyboardInterrupt
+        if done == total:
+            checks.set()
+
+    other = threading.Thread(target=add)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        table.import_file(tmp_path / "n.npy", append=True, check=True, progress=stop_in_the_check)
+    assert added == [ROWS + 100_000]
+    assert np.array_equal(table[added[0] :], values[:3])
+
+
 def test_what_is_wrong_is_found_before_a_row_changes(store, values, tmp_path):
     table = store.create("i", rows=20_000, dim=64, dtype="int32")
     wide = np.ones((20_000, 64), np.float32)  # less than 32 MiB
@@ -115,6 +140,8 @@ def test_bad_requests_are_named(store, table, values, tmp_path):
         table.import_file(path, field="speed")
     with pytest.raises(TypeError, match="fields"):
         table.import_file(path, fields="sum")
+    with pytest.raises(ValueError, match="'sum' is named twice"):
+        table.import_file(path, fields=["sum", "sum"])
     with pytest.raises(ValueError, match="at"):
         table.import_file(path, at=-1)
     with pytest.raises(ValueError, match="table itself"):
@@ -135,6 +162,26 @@ def test_words_are_compared(store, tmp_path):
     assert table[:].tolist() == [[1], [2]]
     table.import_file(tmp_path / "n.vec", vocab="none")
     assert table[:].tolist() == [[3], [4]]
+
+
+def test_added_words_are_there_with_their_rows(store, tmp_path):
+    (tmp_path / "w.vec").write_text("2 1\na 1\nb 2\n")
+    (tmp_path / "n.vec").write_text("3 1\nc 3\nd 4\ne 5\n")
+    table = store.import_file("w", tmp_path / "w.vec")
+    vocabulary, seen, calls = store.path / "w.vocab.txt", [], []
+
+    def stop_in_the_check(done, total):
+        if 3 in calls:  # all rows were added
+            seen.append(vocabulary.read_text())
+            raise KeyboardInterrupt
+        calls.append(done)
+
+    with pytest.raises(KeyboardInterrupt):
+        table.import_file(tmp_path / "n.vec", append=True, check=True, progress=stop_in_the_check)
+    assert seen == ["a\nb\nc\nd\ne\n"]
+    assert (len(table), vocabulary.read_text()) == (2, "a\nb\n")
+    table.import_file(tmp_path / "n.vec", append=True, check=True)
+    assert (len(table), vocabulary.read_text()) == (5, "a\nb\nc\nd\ne\n")
 
 
 # --- import_file and export as the command has them -----------------------------------------------
@@ -234,6 +281,39 @@ def test_an_order_of_any_integers_in_any_format(values, tmp_path, dtype):
     if dtype in ("int16", "uint16", "uint32", "uint64"):
         with pytest.raises(TypeError, match="cannot"):
             em.io.open(f"{tmp_path}/o.h5:o")
+
+
+def test_rows_counted_from_the_end_of_several_arrays(store, values, tmp_path):
+    np.savez(tmp_path / "x.npz", weight=values, sum=values**2)
+    save_file({"w": values, "s": values**2}, tmp_path / "x.safetensors")
+    fields = ["weight", "sum"]
+    optimizer = em.optim.Adagrad()
+    table = store.import_file(
+        "t", tmp_path / "x.npz", fields=fields, rows=(-7, -2), optimizer=optimizer
+    )
+    assert np.array_equal(table.read(field="sum"), values[-7:-2] ** 2)
+    table.import_file(
+        tmp_path / "x.safetensors", fields={"weight": "w", "sum": "s"}, rows=slice(-5, None)
+    )
+    assert np.array_equal(table[:], values[-5:])
+    em.convert(tmp_path / "x.npz", tmp_path / "y.npz", fields=fields, rows=(-3, None))
+    assert np.array_equal(np.load(tmp_path / "y.npz")["sum"], values[-3:] ** 2)
+
+
+def test_a_mask_is_no_order(values, tmp_path):
+    torch = pytest.importorskip("torch")
+    np.save(tmp_path / "x.npy", values[:2])
+    mask = np.array([True, False])
+    np.save(tmp_path / "o.npy", mask)
+    np.savez(tmp_path / "o.npz", o=mask)
+    save_file({"o": mask}, tmp_path / "o.safetensors")
+    torch.save({"o": torch.from_numpy(mask)}, tmp_path / "o.pt")
+    with h5py.File(tmp_path / "o.h5", "w") as file:
+        file["o"] = mask
+    for name in ("o.npy", "o.npz", "o.safetensors", "o.pt", "o.h5"):
+        with pytest.raises(TypeError, match="truth values"):
+            em.convert(tmp_path / "x.npy", tmp_path / "y.npy", order=tmp_path / name)
+    assert not (tmp_path / "y.npy").exists()
 
 
 def test_a_check_can_be_stopped_from_its_progress(values, tmp_path):

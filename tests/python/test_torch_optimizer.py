@@ -241,6 +241,13 @@ def test_groups_with_hyperparameters_of_their_own(store):
     ):
         with pytest.raises(error, match=text):
             em.torch.Optimizer([entry])
+    collection = em.torch.EmbeddingCollection({"a": first, "b": second})
+    more = em.torch.Embedding(one)
+    model = torch.nn.ModuleDict({"rows": collection, "one": more, "top": torch.nn.Linear(1, 1)})
+    with pytest.raises(TypeError, match=r"not ModuleDict; give those that are in it: rows, one$"):
+        em.torch.Optimizer(model)
+    with pytest.raises(TypeError, match=r"not Parameter: give the modules, not their parameters$"):
+        em.torch.Optimizer(first.parameters())
     bag = em.torch.EmbeddingBag(one)
     with pytest.raises(ValueError, match="lr=0.7 and with lr=0.5"):
         em.torch.Optimizer([{"params": first, "lr": 0.7}, bag])

@@ -104,6 +104,104 @@ TEST_F(DamagedLogTest, APageOfItThatIsDamagedIsLeftOutWhereThatIsWanted) {
   EXPECT_EQ(gather(store.table("u"), {5})[0], 3.0F);
 }
 
+// Of several moments as well.
+TEST_F(DamagedLogTest, WithAManifestOfBeforeIsTheSameErrorForAllWhoAcceptIt) {
+  {
+    Store store = open(1 << 20);
+    store.create("t", {.rows = 100, .dim = 128});
+    std::filesystem::copy(path() / kManifestName, directory_ / "old");
+    for (float value = 1; value <= 4; ++value) {
+      scatter(store.table("t"), {5}, std::vector<float>(128, value));
+      store.commit();
+      if (value == 2) store.checkpoint();
+    }
+    store.abandon();
+  }
+  damage(read_log_mark(File::open(log(), File::Mode::kRead)).value().end - kLogBlock + 100);
+  std::filesystem::copy_file(directory_ / "old", path() / kManifestName, std::filesystem::copy_options::overwrite_existing);
+  const auto accepted = [&](Mode mode) {
+    return message_of<FormatError>([&] { Store::open(path(), {.mode = mode, .memory = 1 << 20, .accept_unclean = true}); });
+  };
+  EXPECT_THAT(accepted(Mode::kRead), HasSubstr("is of another moment than the store's manifest"));
+  EXPECT_EQ(message_of<FormatError>([&] { plan_recovery(path()); }), accepted(Mode::kRead));
+  EXPECT_THAT(accepted(Mode::kReadWrite), HasSubstr("is of another moment than the store's manifest"));
+}
+
+// The system dies while the tables are taken as they are: the next opening refuses them again, or they are sealed.
+TEST_F(DamagedLogTest, TablesThatAreTakenAsTheyAreAreRefusedUntilTheyAreSealed) {
+  class Dies final : public FileOps {
+   public:
+    int left = 1 << 30;
+    ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
+      return dead() ? -1 : FileOps::pwrite(fd, buffer, bytes, offset);
+    }
+    ssize_t pwritev(int fd, const struct iovec* pieces, int count, off_t offset) override {
+      return dead() ? -1 : FileOps::pwritev(fd, pieces, count, offset);
+    }
+    int ftruncate(int fd, off_t bytes) override { return dead() ? -1 : FileOps::ftruncate(fd, bytes); }
+    int fdatasync(int fd) override { return dead() ? -1 : FileOps::fdatasync(fd); }
+    int fsync(int fd) override { return dead() ? -1 : FileOps::fsync(fd); }
+    int rename(const char* from, const char* to) override { return dead() ? -1 : FileOps::rename(from, to); }
+    int unlink(const char* file) override { return dead() ? -1 : FileOps::unlink(file); }
+
+   private:
+    bool dead() { return --left < 0 && (errno = EIO, true); }
+  };
+  make();
+  {
+    // A page that was being applied when the system went down: the file has it, and its checksum is that of before.
+    open(1 << 20).close();
+    Store store = open(1 << 20);
+    scatter(store.table("t"), {5}, std::vector<float>(128, 4));
+    store.commit();
+    store.abandon();
+    const Geometry geometry = open(1 << 20, Mode::kRead).table("t").geometry();
+    File::open(path() / "t.npy", File::Mode::kReadWrite).write(geometry.offset_of(geometry.page_of(5)), std::string_view("torn"));
+  }
+  const std::uint64_t last = read_log_mark(File::open(log(), File::Mode::kRead)).value().end - kLogBlock + 100;
+  const test::TemporaryDirectory fast(test::memory_folder());
+  const std::filesystem::path store = fast / "store";
+  for (const Durability durability : {Durability::kCommit, Durability::kNone})
+    for (const bool gone : {false, true}) {
+      int refused = 0;
+      bool done = false;
+      for (int steps = 0; !done; ++steps) {
+        SCOPED_TRACE(fmt::format("{}, {} steps", gone ? "gone" : "damaged", steps));
+        std::filesystem::remove_all(store);
+        std::filesystem::copy(path(), store);
+        if (gone)
+          std::filesystem::remove(store / kLogName);
+        else
+          File::open(store / kLogName, File::Mode::kReadWrite).write(last, std::string_view("?!"));
+        Dies ops;
+        ops.left = steps;
+        const auto open_it = [&](bool accept, FileOps* with) {
+          return Store::open(store, {.mode = Mode::kReadWrite,
+                                     .memory = 1 << 20,
+                                     .threads = 1,
+                                     .durability = durability,
+                                     .accept_unclean = accept,
+                                     .file_ops = with});
+        };
+        try {
+          open_it(true, &ops).abandon();
+          done = ops.left >= 0;
+        } catch (const Error&) {
+        }
+        try {
+          Store again = open_it(false, nullptr);
+          EXPECT_EQ(again.table("t").verify().bad_pages, 0U);
+          again.abandon();
+        } catch (const CorruptError&) {
+          ++refused;
+        }
+        EXPECT_NO_THROW(open_it(true, nullptr).close());
+        EXPECT_EQ(open_it(false, nullptr).table("t").verify().bad_pages, 0U);
+      }
+      EXPECT_GT(refused, 5);
+    }
+}
+
 TEST_F(DamagedLogTest, RecoveryIsToldAsItWouldBe) {
   make();
   EXPECT_TRUE(plan_recovery(path()).broken.empty());

@@ -240,6 +240,41 @@ TEST_F(MixedFilesTest, GiveOneCommitOrAreRefused) {
   try_every_mix();
 }
 
+TEST_F(MixedFilesTest, AreToldByTheTablesOfAReaderUntilTheyAreOfOneMoment) {
+  {
+    Store store = open(1 << 20);
+    make_tables(store);
+    store.create("c", {.rows = 10, .dim = 4});
+    change(store, "ab", 0, 60);
+    store.close();
+  }
+  std::filesystem::copy_file(path() / "b.pages", at("b.pages"));
+  const auto next = [&] {
+    Store store = open(1 << 20);
+    change(store, "ab", 0, 60);
+    store.close();
+  };
+  next();
+  Store reader = open(1 << 20, Mode::kRead);
+  Table a = reader.table("a"), b = reader.table("b");
+  next();
+  std::filesystem::rename(path() / "b.pages", at("newer"));
+  std::filesystem::copy_file(at("b.pages"), path() / "b.pages");
+  const std::string why = test::message_of<MomentError>([&] { reader.refresh(); });
+  EXPECT_THAT(why, HasSubstr("b.pages: is of commit 1"));
+  for (const Table& table : {a, b, reader.table("a"), reader.table("c")})
+    EXPECT_EQ(test::message_of<MomentError>([&, one = table] { read_all(one); }), why);
+  std::filesystem::rename(at("newer"), path() / "b.pages");
+  EXPECT_EQ(reader.refresh(), 3U);
+  EXPECT_EQ(read_all(a), read_all(open(1 << 20, Mode::kRead).table("a")));
+  EXPECT_EQ(read_all(b), read_all(open(1 << 20, Mode::kRead).table("b")));
+  // One that is damaged goes without the others.
+  std::filesystem::resize_file(path() / "b.npy", 5000);
+  reader.refresh();
+  EXPECT_THAT(test::message_of<FormatError>([&] { read_all(b); }), HasSubstr("b.npy"));
+  EXPECT_FALSE(read_all(a).empty());
+}
+
 TEST_F(MixedFilesTest, OfAStoreWithoutALogGiveOneCommitOrAreRefused) {
   for (int commit = 0; commit <= 3; ++commit) {
     Store store = open_at(path(), Mode::kOpenOrCreate, Durability::kNone);

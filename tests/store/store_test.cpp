@@ -1425,6 +1425,21 @@ TEST_F(StoreTest, TheLogIsMovedOnOnceMostOfItIsLaterVersionsOfItsPages) {
   EXPECT_TRUE(moved_on(4'000)) << "three quarters of the limit";
 }
 
+TEST_F(StoreTest, PagesOfNewTablesCountOnceInTheLogAsWell) {
+  constexpr std::int64_t kPages = 1'000;  // 4 MiB
+  Store store = Store::open(path(), {.memory = 64 << 20, .threads = 2, .log_limit = 64U << 20});
+  Table table = store.create("t", {.rows = 4 * kPages, .dim = 4096, .dtype = DType::kUInt8});
+  const std::vector<std::byte> some(kPages * 4096, std::byte{1});
+  // First in place, then once to the log, of which they are an eighth.
+  for (std::int64_t part = 0; part < 8; ++part) {
+    table.scatter(range(part % 4 * kPages, (part % 4 + 1) * kPages), some);
+    store.commit();
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  EXPECT_EQ(store.log_stats().applied_pages, 0U);
+  EXPECT_EQ(store.log_stats().pages, 4U * kPages);
+}
+
 TEST_F(StoreTest, PagesChangedAgainAndAgainCountOnceForTheIndexOfTheLog) {
   Store store = Store::open(path(), {.memory = 8 << 20, .threads = 2, .log_limit = 1ULL << 30});
   Table table = store.create("t", {.rows = 50'000, .dim = 4096, .dtype = DType::kUInt8});  // the index has room for 32,768 pages

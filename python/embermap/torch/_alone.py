@@ -34,7 +34,10 @@ def is_alone(grad: Tensor) -> bool:
         return False
     if not _CAN_TELL:
         return False
-    return _signs(grad) == _of_one_alone()
+    try:
+        return _signs(grad) == _of_one_alone()
+    except NotImplementedError:  # a sparse gradient, or one that a transform wraps, has no memory
+        return False
 
 
 def _signs(grad: Tensor) -> _Signs:

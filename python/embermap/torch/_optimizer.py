@@ -303,9 +303,23 @@ def _entries(entry: Any, lr: float | None) -> Iterable[tuple[TableModule, dict[s
     if isinstance(entry, Swap):
         raise TypeError(f"{entry!r} has an optimizer of its own; call its step()")
     if not isinstance(entry, TableModule):
+        what, inside = repr(entry), ""
+        if isinstance(entry, Tensor):
+            what, inside = type(entry).__name__, ": give the modules, not their parameters"
+        elif isinstance(entry, nn.Module):
+            what = type(entry).__name__
+            names = [
+                n
+                for n, m in entry.named_modules()
+                if isinstance(m, EmbeddingCollection | TableModule)
+            ]
+            # Those of a collection come with it.
+            names = [n for n in names if not any(n.startswith(f"{other}.") for other in names)]
+            if names:
+                inside = f"; give those that are in it: {', '.join(names)}"
         raise TypeError(
             "embeddings must be embermap.torch.Embedding, EmbeddingBag or EmbeddingCollection, "
-            f"not {entry!r}"
+            f"not {what}{inside}"
         )
     yield entry, options
 

@@ -557,7 +557,8 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes(cli, tmp_pat
     torch.save(optimizer.state_dict(), tmp_path / "two.pt")
     table = tmp_path / "adam/t"
     cli.ok("import", tmp_path / "w.npy", table, "--optimizer", "adam")
-    cli.fails("import", tmp_path / "two.pt", table, "--optimizer-state", says=["several", "0, 1"])
+    says = ["several", "0, 1", "--param"]
+    cli.fails("import", tmp_path / "two.pt", table, "--optimizer-state", says=says)
     cli.ok("import", tmp_path / "two.pt", table, "--optimizer-state", "--param", "1")
     cli.fails(
         "import",
@@ -570,6 +571,37 @@ def test_state_that_does_not_fit_is_refused_before_anything_changes(cli, tmp_pat
     )
     torch.save({"weight": torch.zeros(3)}, tmp_path / "model.pt")
     cli.fails("import", tmp_path / "model.pt", table, "--optimizer-state", says=["param_groups"])
+
+
+def test_state_in_a_checkpoint_is_named(cli, tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(40, 3))
+    adam, other = torch.optim.Adam([weight], lr=0.25), torch.optim.Adam([weight], lr=0.5)
+    steps(adam, [weight], 2, seed=1)
+    steps(other, [weight], 3, seed=2)
+    parts = {"model": {"weight": weight.detach()}, "optimizer": adam.state_dict()}
+    torch.save({**parts, "optimizers": {"rows": other.state_dict()}}, tmp_path / "ckpt.pt")
+    np.save(tmp_path / "w.npy", np.zeros((40, 3), np.float32))
+    table = tmp_path / "tables/t"
+    cli.ok("import", tmp_path / "w.npy", table, "--optimizer", "adam")
+
+    def fails(name, says):
+        cli.fails("import", f"{tmp_path / 'ckpt.pt'}{name}", table, "--optimizer-state", says=says)
+
+    fails("", ["param_groups", "ckpt.pt:optimizer,", "ckpt.pt:optimizers.rows"])
+    fails(":optimizers", ["'optimizers'", "param_groups", "ckpt.pt:optimizers.rows"])
+    fails(":model", ["'model'", "param_groups"])
+    fails(":optim", ["'optim'", "param_groups"])
+    cli.ok("import", f"{tmp_path / 'ckpt.pt'}:optimizer", table, "--optimizer-state")
+    with em.open(tmp_path / "tables") as store:
+        rows = store["t"]
+        assert (rows.step, rows.optimizer.lr) == (2, 0.25)
+        state = adam.state_dict()["state"][0]
+        assert np.array_equal(rows.view("exp_avg")[:], state["exp_avg"].numpy())
+        found = rows.import_optimizer_state(f"{tmp_path / 'ckpt.pt'}:optimizers.rows")
+        assert found == {"parameter": "state.0", "fields": ["exp_avg", "exp_avg_sq"], "step": 3}
+        assert (rows.step, rows.optimizer.lr) == (3, 0.5)
+        state = other.state_dict()["state"][0]
+        assert np.array_equal(rows.view("exp_avg_sq")[:], state["exp_avg_sq"].numpy())
 
 
 @pytest.mark.parametrize("number", [-1, 0.5, float("nan"), float("inf"), 1e300, 2**62])

@@ -138,6 +138,14 @@ def test_ls_tells_what_is_in_a_file(cli: Embermap, tmp_path: Path) -> None:
     only = cli.ok("ls", f"{tmp_path}/x.npz:b", "--json").json["entries"]
     assert [entry["name"] for entry in only] == ["b"]
     cli.fails("ls", f"{tmp_path}/x.npz:c", says=["nothing called 'c'"])
+    cli.ok("create", tmp_path / "s/t", "--rows", "3", "--dim", "2")
+    for name, says in ("s", "is a store"), ("s/t", "is no file"):
+        result = cli("ls", tmp_path / name)
+        assert result.code == 2
+        assert says in result.error
+        assert "'embermap info'" in result.error
+    cli.fails("ls", tmp_path / "s/u.npy", says=["No such file"])
+    cli.ok("ls", tmp_path / "s/t.npy")
 
 
 # ---- npz ----

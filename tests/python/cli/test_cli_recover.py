@@ -192,9 +192,20 @@ def test_recover_of_what_is_no_store(cli: Embermap, tmp_path: Path, dry: list[st
     assert result.code == 2
     assert "recovered as a whole" in result.error
     cli.fails("recover", *dry, "gone", cwd=tmp_path, says=["gone"])
+
+
+def test_a_log_that_is_none_is_put_aside(cli: Embermap, tmp_path: Path) -> None:
+    crash(tmp_path / "s", "commit")
     log = tmp_path / "s" / "redo.log"
     log.write_bytes(b"\0" * 10_000)
-    cli.fails("recover", *dry, "s", cwd=tmp_path, says=["redo.log"])
+    cli.fails("verify", "s", cwd=tmp_path, says=["redo.log", "neither", "recover"])
+    out = cli.ok("recover", "--dry-run", "s", cwd=tmp_path).out
+    assert "gone or damaged" in out
+    assert "keeps the file under another name" in out or "takes the tables as they are" in out
+    assert log.read_bytes() == b"\0" * 10_000
+    assert "took the tables as they were" in cli.ok("recover", "s", cwd=tmp_path).out
+    assert log.with_name("redo.log.damaged").read_bytes() == b"\0" * 10_000
+    cli.ok("verify", "s", cwd=tmp_path)
 
 
 def test_recover_of_a_store_from_elsewhere_asks_first(cli: Embermap, tmp_path: Path) -> None:
@@ -214,9 +225,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert done.returncode == -signal.SIGKILL, done.stderr
     shutil.copytree(tmp_path / "origin", tmp_path / "s")
     before = tree(tmp_path / "s")
-    assert cli.ok("recover", "--dry-run", "s", "--json", cwd=tmp_path).json["pages"] == {
-        "vectors": 20
-    }
+    cli.fails("recover", "--dry-run", "s", cwd=tmp_path, says=["vectors", "--allow-adopted"])
+    plan = cli.ok("recover", "--dry-run", "s", "--allow-adopted", "--json", cwd=tmp_path).json
+    assert plan["pages"] == {"vectors": 20}
     cli.fails("recover", "s", cwd=tmp_path, says=["vectors.npy", "--allow-adopted"])
     assert (np.load(file) == 1).all()
     after = tree(tmp_path / "s")
