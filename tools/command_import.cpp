@@ -29,7 +29,7 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string source, table, fields, dtype, vocabulary, parameter, page_size = "4KiB";
+  std::string source, table, fields, dtype, vocabulary, parameter, page_size;
   SourceArguments input;
   SelectionArguments rows;
   OptimizerArguments optimizer;
@@ -224,6 +224,7 @@ int import_into(const Arguments& arguments, const Common& common, const std::vec
   if (common.durability != "commit") throw UsageError("--into is all or nothing; that takes --durability commit");
   if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--optimizer: the table has what it was made with");
+  if (!arguments.page_size.empty()) throw UsageError("--page-size: the table has what it was made with");
   if (arguments.append && !arguments.at.empty()) throw UsageError("--at names a place, --append the end; choose one");
   if (path.field != "weight" && !fields.empty())
     throw UsageError(fmt::format("TABLE names the field '{}' and --field others", printable(path.field)));
@@ -301,7 +302,7 @@ int import(const Arguments& arguments, const Common& common) {
   const RowSelection selection = arguments.rows.selection(/*permutation=*/true);
   TableOptions options;
   options.optimizer = arguments.optimizer.optimizer();
-  options.page_bytes = parse_size_option("--page-size", arguments.page_size);
+  if (!arguments.page_size.empty()) options.page_bytes = parse_size_option("--page-size", arguments.page_size);
   if (arguments.in_place) return adopt(arguments, common, source, path);
   if (arguments.read_only) throw UsageError("--read-only needs --in-place");
   if (!arguments.parameter.empty() && !arguments.optimizer_state) throw UsageError("--param needs --optimizer-state");

@@ -447,3 +447,10 @@ def test_few_rows_into_a_table_whose_pages_are_many(cli, tmp_path):
         assert np.array_equal(found[100:106], rows[4:])
         assert np.array_equal(found[50:60], rows + 1)
         assert np.array_equal(found[80:90], rows)
+
+
+def test_the_page_size_of_a_table_that_is_there_is_not_chosen(cli, tmp_path, table, values):
+    np.save(tmp_path / "n.npy", values)
+    result = cli("import", tmp_path / "n.npy", table, "--into", "--page-size", "8KiB")
+    assert result.code == 2
+    assert "--page-size: the table has what it was made with" in result.err
