@@ -48,6 +48,7 @@
 #include "store/store.hpp"
 #include "store/table.hpp"
 #include "store/table_archive.hpp"
+#include "store/table_file.hpp"
 #include "store/table_import.hpp"
 
 namespace nb = nanobind;
@@ -365,6 +366,9 @@ void set_import(ImportOptions& options, const Reading& reading, const Selection&
   options.progress = progress_of(callback);
 }
 
+// Memory of a store that is opened to ask it of a table's file.
+constexpr std::uint64_t kToLook = 64ULL << 20;
+
 // (table, what em.convert() returns)
 nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& source, const Dtype& dtype, const Reading& reading,
                       const Selection& selection, const Pairs& fields, const AnyOptimizer& optimizer, std::uint64_t page_bytes,
@@ -383,6 +387,7 @@ nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& so
   std::vector<CopyResult> copied;
   const auto run = [&] {
     const nb::gil_scoped_release release;
+    const std::vector<Remark> remarks = check_table_file(location, kToLook);
     TableImport job(location, table_path, options, into);
     Table table = job.run(store, name);
     try {
@@ -393,6 +398,7 @@ nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& so
       throw;
     }
     copied = job.results();
+    copied.front().remarks.insert(copied.front().remarks.end(), remarks.begin(), remarks.end());
     return table;
   };
   Table table = run();
@@ -414,7 +420,9 @@ Report import_rows(Store& store, Table& table, const nb::bytes& source, const Dt
   std::vector<CopyResult> copied;
   {
     const nb::gil_scoped_release release;
+    const std::vector<Remark> remarks = check_table_file(location, kToLook);
     copied = import_into(store, table, location, options);
+    copied.front().remarks.insert(copied.front().remarks.end(), remarks.begin(), remarks.end());
   }
   return copy_reports(copied, fields);
 }
@@ -978,6 +986,7 @@ class FileRows {
     const ReadOptions options = reading_of(reading);
     const nb::gil_scoped_release release;
     reader_ = open_rows(location, options);
+    of_store_ = check_table_file(location, kToLook);
   }
   // A forked child leaves the file alone: closing it there would end locks that its parent holds.
   ~FileRows() {
@@ -996,6 +1005,7 @@ class FileRows {
       const nb::gil_scoped_release release;
       const std::lock_guard lock(mutex_);
       found = open().remarks();
+      found.insert(found.end(), of_store_.begin(), of_store_.end());
     }
     return texts_of(found);
   }
@@ -1022,6 +1032,7 @@ class FileRows {
   }
   const pid_t process_ = getpid();
   std::mutex mutex_;
+  std::vector<Remark> of_store_;
   std::unique_ptr<RowReader> reader_;
 };
 
@@ -1065,6 +1076,7 @@ Report convert_file(const nb::bytes& source_text, const nb::bytes& destination_t
     const nb::gil_scoped_release release;
     check_not_source(source.file, destination);
     check_outside_stores(destination.file);
+    const std::vector<Remark> remarks = check_table_file(source, kToLook);
     if (format_has_words(source.format) && !options.vocabulary.empty() && options.vocabulary != "none")
       check_outside_stores(options.vocabulary);
     if (fields.empty()) {
@@ -1080,6 +1092,7 @@ Report convert_file(const nb::bytes& source_text, const nb::bytes& destination_t
       }
       copied = copy_arrays(origins, names, destination, options);
     }
+    copied.front().remarks.insert(copied.front().remarks.end(), remarks.begin(), remarks.end());
   }
   return copy_reports(copied, fields);
 }

@@ -10,6 +10,7 @@
 
 #include "base/error.hpp"
 #include "io/copy_file.hpp"
+#include "io/row_order.hpp"
 #include "io/vocabulary.hpp"
 #include "store/store.hpp"
 #include "store/table_archive.hpp"
@@ -28,7 +29,7 @@ namespace embermap::tools {
 namespace {
 
 struct Arguments {
-  std::string source, table, fields, dtype, vocabulary, parameter, page_size = "4KiB";
+  std::string source, table, fields, dtype, vocabulary, parameter, page_size;
   SourceArguments input;
   SelectionArguments rows;
   OptimizerArguments optimizer;
@@ -204,6 +205,18 @@ std::vector<NamedField> own_names(std::vector<NamedField> fields) {
   return fields;
 }
 
+// How many rows of `source`, to its end, go into a table.
+std::uint64_t rows_of(const Table& table, const Location& source, const IntoOptions& options) {
+  if (!options.rows.order.empty()) return RowOrder::open(options.rows.order)->size();
+  Location array = source;
+  if (!options.fields.empty()) array.selector = options.fields.front().array;
+  std::optional<DType> to = options.dtype;
+  if (source.format != Location::Format::kRaw)
+    to = table.schema().field(options.fields.empty() ? options.field : options.fields.front().field).dtype;
+  const std::uint64_t rows = file_origin(array, to, options.reading).open({})->rows();
+  return rows - std::min(rows, options.rows.first);
+}
+
 // Rows onto a table that is there.
 int import_into(const Arguments& arguments, const Common& common, const std::vector<NamedField>& fields) {
   const TablePath path = parse_table_path(arguments.table, /*with_field=*/true);
@@ -211,6 +224,7 @@ int import_into(const Arguments& arguments, const Common& common, const std::vec
   if (common.durability != "commit") throw UsageError("--into is all or nothing; that takes --durability commit");
   if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--optimizer: the table has what it was made with");
+  if (!arguments.page_size.empty()) throw UsageError("--page-size: the table has what it was made with");
   if (arguments.append && !arguments.at.empty()) throw UsageError("--at names a place, --append the end; choose one");
   if (path.field != "weight" && !fields.empty())
     throw UsageError(fmt::format("TABLE names the field '{}' and --field others", printable(path.field)));
@@ -240,7 +254,10 @@ int import_into(const Arguments& arguments, const Common& common, const std::vec
     if (!options.append && geometry.rows > 0) {
       const std::uint64_t first = std::min(options.at.value_or(0), geometry.rows - 1);
       std::uint64_t count = geometry.rows - first;
-      if (options.rows.end) count = std::min(count, *options.rows.end - options.rows.first);
+      if (options.rows.end)
+        count = std::min(count, *options.rows.end - options.rows.first);
+      else if (options.at)  // without a place there have to be as many rows as the table has
+        count = std::min(count, rows_of(table, source, options));
       pages = count == 0 ? 0 : geometry.page_of(first + count - 1) - geometry.page_of(first) + 1;
     }
     return Change{pages, std::max<std::size_t>(1, fields.size())};
@@ -285,7 +302,7 @@ int import(const Arguments& arguments, const Common& common) {
   const RowSelection selection = arguments.rows.selection(/*permutation=*/true);
   TableOptions options;
   options.optimizer = arguments.optimizer.optimizer();
-  options.page_bytes = parse_size_option("--page-size", arguments.page_size);
+  if (!arguments.page_size.empty()) options.page_bytes = parse_size_option("--page-size", arguments.page_size);
   if (arguments.in_place) return adopt(arguments, common, source, path);
   if (arguments.read_only) throw UsageError("--read-only needs --in-place");
   if (!arguments.parameter.empty() && !arguments.optimizer_state) throw UsageError("--param needs --optimizer-state");

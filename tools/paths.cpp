@@ -16,6 +16,7 @@
 #include "io/npy.hpp"
 #include "io/same_file.hpp"
 #include "store/store.hpp"
+#include "store/table_file.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
 
@@ -40,18 +41,6 @@ std::string kind_of(mode_t mode) {
 bool is_there(const std::filesystem::path& path) {
   std::error_code ignored;
   return std::filesystem::exists(path, ignored);
-}
-
-// The store directory `file` belongs to, links followed; empty if it is no file of a store.
-std::filesystem::path store_of(const std::filesystem::path& file) {
-  std::error_code error;
-  const std::filesystem::path real = std::filesystem::canonical(file, error);
-  if (error) return {};
-  const std::filesystem::path store = real.parent_path();
-  if (!is_store(store)) return {};
-  const std::string name = real.filename().native();
-  const bool table = real.extension() == ".npy" && is_there(std::filesystem::path(real).replace_extension(".pages"));
-  return table || name == "embermap.json" || name == "LOCK" || real.extension() == ".pages" ? store : std::filesystem::path{};
 }
 
 Location parse_with(std::string_view option, const std::string& text, std::string_view format_option, const std::string& format,
@@ -172,41 +161,13 @@ void check_destination(const Location& destination, const std::filesystem::path&
 
 void check_source_is_whole(const Location& source, std::uint64_t memory) {
   if (source.format != Location::Format::kNpy) return;
-  const std::filesystem::path path = store_of(source.file);
-  if (path.empty()) {
-    // NumPy passes over them too: several arrays may have been saved into one file.
-    const File file = File::open(source.file, File::Mode::kRead);
-    const NpyHeader header = read_npy_header(file);
-    const std::uint64_t end = header.data_offset + header.data_bytes(), size = file.size();
-    if (size > end) warn(fmt::format("{}: {} bytes follow its array, which are not read", printable(source.file), size - end));
-    return;
-  }
-  const std::string name = std::filesystem::canonical(source.file).stem().native();
-  std::uint64_t missing = 0, pages = 0;
-  bool holes_are_right = true;
-  try {
-    Store store = Store::open(path, StoreOptions{.mode = StoreOptions::Mode::kRead, .memory = memory, .threads = 1});
-    if (!store.contains(name)) return;
-    const Table table = store.table(name);
-    pages = table.geometry().pages();
-    missing = pages - table.written_pages();
-    const std::string field = source.selector.empty() ? "weight" : source.selector;
-    const auto& fields = table.schema().fields();
-    const auto found = std::find_if(fields.begin(), fields.end(), [&](const Field& f) { return f.name == field; });
-    if (found == fields.end()) return;  // refused when it is opened
-    holes_are_right = field == "weight" ? std::holds_alternative<Zeros>(table.initializer()) : found->initial == 0;
-  } catch (const Error& error) {
-    // The file may be all that is left of a broken store: it can be read, but nobody can say how good it is.
-    warn(fmt::format("{} is taken as it is, its store cannot be asked for rows that are not in the file: {}",
-                     printable(source.file), error.what()));
-    return;
-  }
-  if (missing == 0 || holes_are_right) return;
-  throw FormatError(
-      source.file,
-      fmt::format("is the table '{}' of a store and {} of its {} pages were never written: their initial rows are not in "
-                  "the file; use 'embermap export' on the table, or 'embermap materialize' first",
-                  printable(name), missing, pages));
+  for (const Remark& remark : check_table_file(source, memory)) warn(remark.text);
+  if (!store_of(source.file).empty()) return;
+  // NumPy passes over them too: several arrays may have been saved into one file.
+  const File file = File::open(source.file, File::Mode::kRead);
+  const NpyHeader header = read_npy_header(file);
+  const std::uint64_t end = header.data_offset + header.data_bytes(), size = file.size();
+  if (size > end) warn(fmt::format("{}: {} bytes follow its array, which are not read", printable(source.file), size - end));
 }
 
 }  // namespace embermap::tools

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from . import _arrays, _checks, _core, _dtypes
 from . import init as initializers
 from . import optim as optimizers
-from ._errors import RowIdError
+from ._errors import ForkError, RowIdError
 from ._prefetch import Prefetcher
 
 if TYPE_CHECKING:
@@ -964,17 +964,30 @@ class Table:
 
 
 class Prefetch:
-    """What `Table.prefetch` began. It may be dropped: the reading goes on."""
+    """What `Table.prefetch` began. It may be dropped: the reading goes on.
 
-    __slots__ = ("_core",)
+    A forked child may only drop it (ForkError): what reads is its parent.
+    """
+
+    __slots__ = ("_core", "_process")
 
     def __init__(self, core: _core.Prefetch) -> None:
         # Not for callers: from Table.prefetch.
         self._core = core
+        self._process = os.getpid()
+
+    def _here(self) -> _core.Prefetch:
+        # In a child nothing ends it, and a lock may have been held when it was forked.
+        if os.getpid() != self._process:
+            raise ForkError(
+                f"this prefetch was begun in process {self._process} and is used in process "
+                f"{os.getpid()}, a child of it; open the store again there"
+            )
+        return self._core
 
     def cancel(self) -> None:
         """Read nothing more of it than has been asked of the disk already. Returns at once."""
-        self._core.cancel()
+        self._here().cancel()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it has ended, at most `timeout` seconds; whether it has.
@@ -982,13 +995,15 @@ class Prefetch:
         It ends when its pages are read, and also when it is cancelled, given up or fails. From now
         on it waits for no room: pages that were read for other batches may have to go.
         """
-        return self._core.wait(None if timeout is None else _checks.number(timeout, "timeout"))
+        return self._here().wait(None if timeout is None else _checks.number(timeout, "timeout"))
 
     def done(self) -> bool:
         """Whether it has ended."""
-        return self._core.done()
+        return self._here().done()
 
     def __repr__(self) -> str:
+        if os.getpid() != self._process:
+            return "<embermap.Prefetch (of another process)>"
         return f"<embermap.Prefetch ({'done' if self.done() else 'at work'})>"
 
 

@@ -328,3 +328,36 @@ def test_a_check_can_be_stopped_from_its_progress(values, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         em.convert(tmp_path / "x.npy", tmp_path / "y.npy", check=True, progress=progress)
     assert np.array_equal(np.load(tmp_path / "y.npy"), values)
+
+
+def test_a_tables_own_file_is_refused_where_its_rows_are_elsewhere(tmp_path):
+    out = tmp_path / "o.npy"
+    with em.open(tmp_path / "u", memory="16MiB") as other, em.open(tmp_path / "s") as store:
+        taken = other.create("taken", rows=1000, dim=8)
+        table = store.create("t", rows=1000, dim=8, init=em.init.Normal(0, 1))
+        file = tmp_path / "s" / "t.npy"
+
+        def refused(says):
+            with pytest.raises(em.FormatError, match=says):
+                em.io.open(file)
+            with pytest.raises(em.FormatError, match=says):
+                em.convert(file, out)
+            with pytest.raises(em.FormatError, match=says):
+                other.import_file("new", file)
+            with pytest.raises(em.FormatError, match=says):
+                taken.import_file(file)
+            assert not out.exists()
+            assert "new" not in other
+
+        refused("pages were never written.*embermap export")
+        table.materialize()
+        store.commit()
+        store.checkpoint()
+        em.io.open(file)
+        table[5] = np.full(8, 7, np.float32)
+        store.commit()  # in the log alone
+        refused("redo log.*embermap export")
+        store.checkpoint()
+        assert em.io.open(file)[5].tolist() == [7] * 8
+        em.convert(file, out)
+        assert np.array_equal(np.load(out), table[:])

@@ -420,3 +420,22 @@ def test_workers_gather_from_a_pickled_table(filled, method):
         table[3] = 9
     with em.open(filled, mode="r") as store:
         assert (store["t"][3] == 9).all()
+
+
+def test_a_prefetch_of_the_parent_is_refused_and_not_waited_for(tmp_path):
+    with em.open(tmp_path / "s", memory="1MiB") as store:
+        table = store.create("t", rows=100_000, dim=32, init=em.init.Normal(0, 1))
+        store.commit()
+        ahead = [table.prefetch(np.arange(i, 100_000, 5)) for i in range(5)]
+
+        def child():
+            for use in (ahead[-1].wait, ahead[-1].done, ahead[-1].cancel):
+                with pytest.raises(em.ForkError, match="was begun in process"):
+                    use()
+            assert "another process" in repr(ahead[-1])
+            ahead.clear()
+
+        assert in_child(child) == 0
+        for one in ahead:
+            one.cancel()
+            assert one.wait(60)

@@ -419,3 +419,38 @@ def test_a_fifo_is_named(cli, tmp_path, values):
         "convert", tmp_path / "x.npy", tmp_path / "y.vec", "--vocab", tmp_path / "f.txt",
         says=["FIFO"], timeout=20,
     )  # fmt: skip
+
+
+def test_few_rows_into_a_table_whose_pages_are_many(cli, tmp_path):
+    # What is changed is what the source has, however many rows of the table follow.
+    table = tmp_path / "s" / "t"
+    cli.ok("create", table, "--rows", "2e9", "--dim", "32")
+    rows = np.arange(320, dtype=np.float32).reshape(10, 32)
+    np.save(tmp_path / "n.npy", rows)
+    np.save(tmp_path / "o.npy", [3, 1])
+    cli.ok("import", tmp_path / "n.npy", table, "--into", "--at", "0")
+    cli.ok("import", tmp_path / "n.npy", table, "--into", "--at", "100", "--rows", "4:")
+    cli.ok(
+        "import", tmp_path / "n.npy", table, "--into", "--at", "7", "--order", tmp_path / "o.npy"
+    )
+    np.savez(tmp_path / "n.npz", a=rows, b=rows + 1)
+    cli.ok("import", tmp_path / "n.npz", table, "--into", "--at", "50", "--field", "weight=b")
+    rows.tofile(tmp_path / "n.raw")
+    cli.ok(
+        *["import", tmp_path / "n.raw", table, "--into", "--at", "80"],
+        *["--source-dtype", "float32", "--dim", "32"],
+    )
+    with em.open(tmp_path / "s", mode="r", memory="64MiB") as store:
+        found = store["t"]
+        assert np.array_equal(found[:7], rows[:7])
+        assert np.array_equal(found[7:10], rows[[3, 1, 9]])
+        assert np.array_equal(found[100:106], rows[4:])
+        assert np.array_equal(found[50:60], rows + 1)
+        assert np.array_equal(found[80:90], rows)
+
+
+def test_the_page_size_of_a_table_that_is_there_is_not_chosen(cli, tmp_path, table, values):
+    np.save(tmp_path / "n.npy", values)
+    result = cli("import", tmp_path / "n.npy", table, "--into", "--page-size", "8KiB")
+    assert result.code == 2
+    assert "--page-size: the table has what it was made with" in result.err
