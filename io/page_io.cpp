@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <climits>
 #include <cstring>
 #include <mutex>
 #include <random>
@@ -142,6 +143,9 @@ class PageIo::Impl {
     const bool direct = direct_writes_;
     const IoPlan plan = plan_writes(pieces, direct ? direct_->alignment() : DirectAlignment{}, file_.path());
     if (!direct || !plan.buffered) {
+      // Calls that began before direct writes were refused may still be about to write the rest of a sector as they read it.
+      std::unique_lock<std::shared_mutex> alone;
+      if (!direct && refused_writes_) alone = std::unique_lock(blocks_);
       write_plan(plan, pieces, done);
       return plan.requests.size();
     }
@@ -517,7 +521,8 @@ class PageIo::Impl {
       throw IoError(-result, fmt::format("{}{}", engine, batch.write ? "write" : "read"), file_.path(), request.offset,
                     request.needed);
     }
-    const std::uint64_t got = std::min(static_cast<std::uint64_t>(result), request.needed);
+    std::uint64_t got = std::min(static_cast<std::uint64_t>(result), request.needed);
+    if (got < request.needed && batch.write && request.direct && direct_writes_) got = write_direct(batch, request, got);
     if (got < request.needed) {
       if (request.bounced) {
         file_.read(request.offset + got, {bounce + got, static_cast<std::size_t>(request.needed - got)});
@@ -540,8 +545,35 @@ class PageIo::Impl {
     for (std::size_t i = 0; i < request.pieces; ++i) batch.done(request.first_piece + i);
   }
 
+  // Goes on with a direct write that was short, past the page cache as well: through it, the rest of a block would be read, and
+  // written again over what others write to other sectors of that block meanwhile. Returns the bytes that are written then.
+  std::uint64_t write_direct(const Batch& batch, const IoRequest& request, std::uint64_t done) {
+    constexpr int kMostInVain = 16;
+    const std::uint64_t unit = direct_->alignment().offset;
+    for (int in_vain = 0; done < request.needed;) {
+      done = round_down(done, unit);  // half of a sector is written once more
+      const std::vector<iovec> rest = memory_after(batch.plan, request, done);
+      const int count = static_cast<int>(std::min<std::size_t>(rest.size(), IOV_MAX));
+      const auto at = static_cast<off_t>(request.offset + done);
+      const ssize_t wrote = count == 1 ? file_.ops().pwrite(direct_->fd(), rest[0].iov_base, rest[0].iov_len, at)
+                                       : file_.ops().pwritev(direct_->fd(), rest.data(), count, at);
+      if (wrote < 0 && errno == EINTR) continue;
+      if (wrote < 0 && errno == EINVAL) {
+        refuse_direct(/*write=*/true);
+        return done;
+      }
+      const bool moves = wrote >= 0 && static_cast<std::uint64_t>(wrote) >= unit;
+      if (wrote < 0 || (!moves && ++in_vain == kMostInVain))
+        throw IoError(wrote < 0 ? errno : EIO, "pwrite", file_.path(), request.offset + done, request.needed - done);
+      if (moves) in_vain = 0;
+      done += static_cast<std::uint64_t>(wrote);
+    }
+    return std::min(done, request.needed);
+  }
+
   void refuse_direct(bool write) {
     std::atomic<bool>& direct = write ? direct_writes_ : direct_reads_;
+    if (write) refused_writes_ = true;
     if (direct.exchange(false))
       note(fmt::format("direct {}: {}", write ? "write" : "read", std::generic_category().message(EINVAL)));
   }
@@ -600,6 +632,7 @@ class PageIo::Impl {
   std::unique_ptr<UringPool> rings_;
   std::unique_ptr<CachedFile> cached_file_;
   std::atomic<bool> direct_reads_{false}, direct_writes_{false};
+  std::atomic<bool> refused_writes_{false};  // set before direct_writes_ is taken back
   mutable std::mutex note_mutex_;
   std::string note_;
 

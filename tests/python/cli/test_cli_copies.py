@@ -230,10 +230,10 @@ def test_a_copy_is_gone_on_with_and_ends_the_same(cli, tmp_path, name):
         if process.wait() == 0:
             pytest.skip("it was too quick to be stopped")
         record = json.loads((tmp_path / f".{name}.resume.json").read_text())
-        assert 0 < record["done"] < len(rows)
+        assert 0 < record["done"] <= len(rows)  # all of them: it was stopped before the last step
         assert not (tmp_path / name).exists()
     found = cli.ok("convert", file, tmp_path / name, "--resume", "--check", "--json").json
-    assert found.get("resumed_rows", 0) < len(rows)
+    assert found.get("resumed_rows", 0) <= len(rows)
     assert (tmp_path / name).read_bytes() == (tmp_path / f"whole_{name}").read_bytes()
     assert not list(tmp_path.glob(".*"))
 
