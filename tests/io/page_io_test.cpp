@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <mutex>
 #include <optional>
@@ -129,7 +130,9 @@ TEST_P(PageIoWays, TwoFilesAreReadTogether) {
         .count = 1000, .grain = 10, .body = [&](std::uint64_t begin, std::uint64_t end) { worked += end - begin; }};
     const std::uint64_t requests =
         io.read(mine.get(), [&](std::size_t i) { ++done[i]; }, meanwhile, {beside, theirs.get(), theirs_done});
-    if (GetParam().engine != IoEngine::kCached) EXPECT_GE(requests, 200U);  // what is copied needs none
+    if (GetParam().engine != IoEngine::kCached) {
+      EXPECT_GE(requests, 200U);  // what is copied needs none
+    }
     EXPECT_EQ(worked, 1000U);
     mine.expect_pattern();
     for (const IoPiece& piece : theirs.get())
@@ -809,6 +812,54 @@ TEST_F(PageIoFolder, InjectedFaultsArriveThroughThreads) {
   EXPECT_THAT(error_of<IoError>([&] { io.read(pieces.get()); }), HasSubstr("items.npy ["));
   ops.error = ENOSPC;
   EXPECT_EQ(error_of<IoError>([&] { io.write(pieces.get()); }).find("pwrite "), 0U);
+}
+
+// Refuses one direct write, and lets the next wait until somebody else has written, or has not for a while.
+class RefusesOneWrite final : public FileOps {
+ public:
+  std::atomic<bool> armed{false}, waiting{false}, others_done{false};
+  ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
+    if (armed && (::fcntl(fd, F_GETFL) & O_DIRECT) != 0) {
+      if (!refused_.exchange(true)) return errno = EINVAL, -1;
+      waiting = true;
+      for (int i = 0; i < 300 && !others_done; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return FileOps::pwrite(fd, buffer, bytes, offset);
+  }
+
+ private:
+  std::atomic<bool> refused_{false};
+};
+
+TEST_F(PageIoFolder, AWriteBesideOneThatIsRefusedKeepsItsPartOfASector) {
+  RefusesOneWrite ops;
+  const File file = make("f", 1U << 20, ops);
+  ThreadPool one{1};
+  PageIo io(file, one, {.engine = IoEngine::kThreads, .direct = true});
+  if (!io.report().direct_writes) GTEST_SKIP() << "no direct writes here";
+  // Two hulls: the first is refused, the second has read the sector in which `mine` ends, and waits.
+  Pieces theirs, mine;
+  theirs.add(100, 1000);
+  theirs.add(512 * 100 + 100, 1000);  // ends 76 bytes behind the begin of a sector
+  mine.add(512 * 100 + 1100, 2000);
+  const auto fill = [](Pieces& pieces, std::byte value) {
+    for (const IoPiece& piece : pieces.get()) std::fill_n(piece.memory, piece.bytes, value);
+  };
+  fill(theirs, std::byte{1});
+  fill(mine, std::byte{2});
+  ops.armed = true;
+  std::thread first([&] { io.write(theirs.get()); });
+  while (!ops.waiting) std::this_thread::yield();
+  std::thread second([&] {
+    io.write(mine.get());
+    ops.others_done = true;
+  });
+  first.join();
+  second.join();
+  std::vector<std::byte> found(3000);
+  file.read(512 * 100 + 100, found);
+  EXPECT_EQ(std::count(found.begin(), found.begin() + 1000, std::byte{1}), 1000);
+  EXPECT_EQ(std::count(found.begin() + 1000, found.end(), std::byte{2}), 2000);
 }
 
 TEST_F(PageIoFolder, NeighboursAreOneRequest) {
