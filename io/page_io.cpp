@@ -492,19 +492,24 @@ class PageIo::Impl {
 
   // One system call: a count, or a negative errno.
   int perform(const Batch& batch, const IoRequest& request, std::byte* bounce) const {
-    FileOps& ops = file_.ops();
-    const int fd = request.direct ? direct_->fd() : file_.fd();
-    const auto offset = static_cast<off_t>(request.offset);
     const iovec whole{bounce, request.bytes};
-    const iovec* const vectors = request.bounced ? &whole : &batch.plan.vectors[request.first_vector];
-    const int count = request.bounced ? 1 : static_cast<int>(request.vectors);
+    const std::span<const iovec> vectors =
+        request.bounced ? std::span(&whole, 1) : std::span(batch.plan.vectors).subspan(request.first_vector, request.vectors);
+    return call(batch.write, request.direct ? direct_->fd() : file_.fd(), vectors, request.offset);
+  }
+
+  // The same of any memory, IOV_MAX pieces of it at most.
+  int call(bool write, int fd, std::span<const iovec> vectors, std::uint64_t at) const {
+    FileOps& ops = file_.ops();
+    const int count = static_cast<int>(std::min<std::size_t>(vectors.size(), IOV_MAX));
+    const auto offset = static_cast<off_t>(at);
     for (;;) {
       ssize_t got = 0;
       if (count == 1)
-        got = batch.write ? ops.pwrite(fd, vectors->iov_base, vectors->iov_len, offset)
-                          : ops.pread(fd, vectors->iov_base, vectors->iov_len, offset);
+        got = write ? ops.pwrite(fd, vectors[0].iov_base, vectors[0].iov_len, offset)
+                    : ops.pread(fd, vectors[0].iov_base, vectors[0].iov_len, offset);
       else
-        got = batch.write ? ops.pwritev(fd, vectors, count, offset) : ops.preadv(fd, vectors, count, offset);
+        got = write ? ops.pwritev(fd, vectors.data(), count, offset) : ops.preadv(fd, vectors.data(), count, offset);
       if (got >= 0) return static_cast<int>(got);
       if (errno != EINTR) return -errno;
     }
@@ -552,19 +557,14 @@ class PageIo::Impl {
     const std::uint64_t unit = direct_->alignment().offset;
     for (int in_vain = 0; done < request.needed;) {
       done = round_down(done, unit);  // half of a sector is written once more
-      const std::vector<iovec> rest = memory_after(batch.plan, request, done);
-      const int count = static_cast<int>(std::min<std::size_t>(rest.size(), IOV_MAX));
-      const auto at = static_cast<off_t>(request.offset + done);
-      const ssize_t wrote = count == 1 ? file_.ops().pwrite(direct_->fd(), rest[0].iov_base, rest[0].iov_len, at)
-                                       : file_.ops().pwritev(direct_->fd(), rest.data(), count, at);
-      if (wrote < 0 && errno == EINTR) continue;
-      if (wrote < 0 && errno == EINVAL) {
+      const int wrote = call(/*write=*/true, direct_->fd(), memory_after(batch.plan, request, done), request.offset + done);
+      if (wrote == -EINVAL) {
         refuse_direct(/*write=*/true);
         return done;
       }
       const bool moves = wrote >= 0 && static_cast<std::uint64_t>(wrote) >= unit;
       if (wrote < 0 || (!moves && ++in_vain == kMostInVain))
-        throw IoError(wrote < 0 ? errno : EIO, "pwrite", file_.path(), request.offset + done, request.needed - done);
+        throw IoError(wrote < 0 ? -wrote : EIO, "pwrite", file_.path(), request.offset + done, request.needed - done);
       if (moves) in_vain = 0;
       done += static_cast<std::uint64_t>(wrote);
     }

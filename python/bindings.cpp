@@ -332,8 +332,12 @@ using Reading = std::tuple<std::optional<std::string>, bool, bool, std::optional
 // (first, end, order, jobs): which rows; end 2^64 - 1: all.
 using Selection = std::tuple<std::uint64_t, std::uint64_t, nb::bytes, unsigned>;
 
-Location source_of(const nb::bytes& text, const Reading& reading) {
-  return parse_location(text_of(text), location_options(std::get<3>(reading), LocationOptions::Use::kRead));
+// `fields`: those that are named apart, and then not in `text`.
+Location source_of(const nb::bytes& text, const Reading& reading, const Pairs& fields = {}) {
+  Location location = parse_location(text_of(text), location_options(std::get<3>(reading), LocationOptions::Use::kRead));
+  if (!fields.empty() && !location.selector.empty())
+    throw InvalidArgument(fmt::format("src names '{}'; fields name what is taken", printable(location.selector)));
+  return location;
 }
 
 ReadOptions reading_of(const Reading& reading) {
@@ -374,9 +378,7 @@ nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& so
                       const Selection& selection, const Pairs& fields, const AnyOptimizer& optimizer, std::uint64_t page_bytes,
                       std::uint64_t memory, const nb::bytes& vocabulary, const nb::bytes& beside, bool check,
                       const nb::object& callback) {
-  const Location location = source_of(source, reading);
-  if (!fields.empty() && !location.selector.empty())
-    throw InvalidArgument(fmt::format("src names '{}'; fields name what is taken", printable(location.selector)));
+  const Location location = source_of(source, reading, fields);
   ImportOptions options;
   set_import(options, reading, selection, fields, dtype, vocabulary, check, callback, /*permutation=*/true);
   TableOptions into;
@@ -409,9 +411,7 @@ nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& so
 Report import_rows(Store& store, Table& table, const nb::bytes& source, const Dtype& dtype, const Reading& reading,
                    const Selection& selection, const Pairs& fields, const std::string& field, std::optional<std::uint64_t> at,
                    bool append, const nb::bytes& vocabulary, bool check, const nb::object& callback) {
-  const Location location = source_of(source, reading);
-  if (!fields.empty() && !location.selector.empty())
-    throw InvalidArgument(fmt::format("src names '{}'; fields name what is taken", printable(location.selector)));
+  const Location location = source_of(source, reading, fields);
   IntoOptions options;
   set_import(options, reading, selection, fields, dtype, vocabulary, check, callback, /*permutation=*/false);
   options.field = field;
