@@ -904,9 +904,11 @@ def ngrams_text(machines: list[dict[str, Any]]) -> str:
     ]
     for label, text in facts:
         rows.append([label, *(text(m["ngrams"]) for m in runs)])
+    notes = [f"- {m['name']}: {note}" for m in runs for note in m["ngrams"].get("notes", [])]
     return (
         table(["", *(m["name"] for m in runs)], rows)
         + "\n![Resident memory over time](benchmarks/memory.png)\n"
+        + ("\n" + "\n".join(notes) + "\n" if notes else "")
     )
 
 
