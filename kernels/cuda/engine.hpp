@@ -97,7 +97,11 @@ class Engine final : public CudaEngine {
   void check_ids(const std::int64_t* ids) const;
   std::unique_ptr<DeviceBatch> new_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                          std::uint64_t rows_per_page, const char* call, CudaStream stream);
+  // Has the device group the ids and tell the host of it, with the keys if it will ask for them; `looked` as of group_ids().
+  void group(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, bool keys,
+             const std::function<void()>& looked = {});
   void send_keys(DeviceBatch& batch, std::uint64_t most);
+  StagingPool::Lease report_for(std::uint64_t key_bytes, cudaStream_t stream);
   void settle(DeviceBatch& batch);  // throws RowIdError
   RowIdError bad_id(const DeviceBatch& batch, std::uint64_t position) const;
   void read_pages(DeviceBatch& batch, const GroupHeader& header, const PageEntry* entries, const PageEntry* first,
@@ -108,8 +112,7 @@ class Engine final : public CudaEngine {
   MoverCase case_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const;
   StagingPool::Lease send_ids(const std::int64_t* ids, std::uint64_t count, cudaStream_t stream);
   void gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                     const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool,
-                     const std::shared_ptr<CudaFlight>& behind);
+                     const FrameSource& source, std::byte* out, const std::shared_ptr<CudaFlight>& behind);
   void patch_from(const CudaFlight& behind, const KeyedRows& rows, std::uint64_t offset, std::uint64_t bytes,
                   cudaStream_t stream) const;
   void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool,

@@ -69,7 +69,7 @@ RowMove Engine::move_of(const Stretch& s, const DeviceBuffer& frames, LinkLane* 
           .working = s.working,
           .rows = s.rows(),
           .exact = batch.header != nullptr && batch.whole && !batch.settled ? &batch.header->movable : nullptr,
-          .claimed = lane != nullptr ? lane->claimed() : batch.memory.at<unsigned long long>(batch.claimed_at),
+          .claims = lane != nullptr ? lane->claims() : batch.groups.claims,
           .meeting = lane != nullptr ? lane->meeting() : nullptr};
 }
 

@@ -284,7 +284,7 @@ class CudaMove : public GpuTest {
 
 TEST_F(CudaMove, CountsFromNoneToManyOfAllKinds) {
   Random random(1);
-  for (const std::uint64_t count : Values{0, 1, 31, 32, 33, 4096, 4097, 65'537})
+  for (const std::uint64_t count : Values{0, 1, 31, 32, 33, 4096, 4097, 8193, 16'385, 32'769, 65'536, 65'537})
     for (const Ids kind : {Ids::kUniform, Ids::kDistinct, Ids::kSorted, Ids::kAllEqual, Ids::kZipf}) {
       if (count < 4096 && kind != Ids::kUniform && kind != Ids::kDistinct) continue;
       check_whole({.rows = 70'001, .rows_per_page = 8, .stride = 132}, count, kind, {.offset = 0, .bytes = 132}, pool, random);
@@ -731,7 +731,7 @@ TEST_F(CudaMove, BadIdsAreNamedByTheFirstPositionAndNothingIsTouched) {
   const std::vector<std::byte> content = table.content();
   const DeviceArray<std::byte> out(20'000 * 64);
   each_way(pool, [&] {
-    for (const std::uint64_t count : Values{10, 4096, 4097, 20'000}) {
+    for (const std::uint64_t count : Values{10, 4096, 4097, 9'000, 20'000}) {
       const std::vector<std::int64_t> good = make_ids(Ids::kDistinct, count, kRows, random);
       const DeviceArray<std::int64_t> good_device(good);
       const std::vector<std::byte> untouched(count * 64, std::byte{0xA5});
