@@ -93,7 +93,8 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
       {.fetch = true, .rows = count, .row_bytes = bytes, .pool_bytes = source.slab_bytes, .threads = pool.threads()});
   // Few are fetched as they are, neither sorted nor made distinct. The largest page's number must be below 2^32 - 1.
   StagingPool::Lease report;
-  if (reaches && count <= kMostFewIds && rows / source.rows_per_page < std::numeric_limits<std::uint32_t>::max() - 1)
+  if (reaches && count != 0 && count <= kMostFewIds && source.rows_per_page != 0 &&
+      rows / source.rows_per_page < std::numeric_limits<std::uint32_t>::max() - 1)
     report = report_for(0, native(stream));
   const bool direct = static_cast<bool>(report);
 

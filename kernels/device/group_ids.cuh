@@ -209,6 +209,7 @@ inline constexpr unsigned kClusterWarps = kClusterThreads / 32;
 inline constexpr unsigned kDigitBits = 8;
 inline constexpr unsigned kDigits = 1U << kDigitBits;
 inline constexpr int kClusterItems = 8;  // of a thread, at most
+inline constexpr std::uint32_t kNoBadPosition = ~std::uint32_t{0};
 
 template <class Key>
 struct ClusterMemory {
@@ -243,8 +244,9 @@ __global__ void __launch_bounds__(kClusterThreads)
   extern __shared__ __align__(16) std::byte memory[];
   __shared__ typename Scan::TempStorage scan;
   __shared__ std::uint32_t digit_counts[kDigits];  // of this block
+  __shared__ std::uint32_t digit_begin[kDigits];   // of those in front of each digit's
   __shared__ std::uint32_t digit_first[kDigits];   // place of the first id with that digit that this block has
-  __shared__ unsigned long long bad;               // of block 0: of the cluster
+  __shared__ std::uint32_t bad;                    // first position of a bad id that this block has
   __shared__ std::uint64_t heads;                  // groups and pages that begin in this block
   __shared__ std::uint32_t distinct;               // of block 0
   const cg::cluster_group cluster = cg::this_cluster();
@@ -259,10 +261,10 @@ __global__ void __launch_bounds__(kClusterThreads)
   ClusterMemory<Key> mine(memory, tile);
 
   if (threadIdx.x == 0) {
-    bad = kNoBadId;
+    bad = kNoBadPosition;
     if (block == 0) *groups.claims = {};
   }
-  cluster.sync();  // all blocks run, and `bad` is there
+  __syncthreads();
 #pragma unroll 1
   for (std::uint32_t k = 0; k < items; ++k) {
     const std::uint32_t i = k * kClusterThreads + threadIdx.x;
@@ -272,13 +274,19 @@ __global__ void __launch_bounds__(kClusterThreads)
     if (position < count) {
       const auto id = static_cast<std::uint64_t>(ids[position]);
       const bool good = id < rows;
-      if (!good) atomicMin(cluster.map_shared_rank(&bad, 0), static_cast<unsigned long long>(position));
+      if (!good) atomicMin(&bad, position);
       key = good ? static_cast<Key>(id) : Key{0};
     }
     mine.keys[0][i] = key;
     mine.positions[0][i] = position;
   }
   __syncthreads();
+  // After the next barrier of the cluster.
+  const auto bad_of_cluster = [&]() -> std::uint64_t {
+    std::uint32_t least = kNoBadPosition;
+    for (std::uint32_t b = 0; b < blocks; ++b) least = min(least, *cluster.map_shared_rank(&bad, b));
+    return least == kNoBadPosition ? kNoBadId : least;
+  };
 
   const int passes = (key_bits + int{kDigitBits} - 1) / int{kDigitBits};
   int now = 0;
@@ -318,11 +326,11 @@ __global__ void __launch_bounds__(kClusterThreads)
     }
     cluster.sync();
     if (pass == 0 && report != nullptr && block == 0 && threadIdx.x == 0) {
-      report->header.bad_position = bad;
+      report->header.bad_position = bad_of_cluster();
       say(report->looked);
     }
     std::uint64_t all = 0;
-    std::uint64_t before = 0;  // in blocks below
+    std::uint32_t before = 0;  // in blocks below
     if (threadIdx.x < kDigits) {
 #pragma unroll 4
       for (std::uint32_t b = 0; b < blocks; ++b) {
@@ -331,19 +339,43 @@ __global__ void __launch_bounds__(kClusterThreads)
         all += its;
       }
     }
-    std::uint64_t first = 0;
-    Scan(scan).ExclusiveSum(all, first);
-    if (threadIdx.x < kDigits) digit_first[threadIdx.x] = static_cast<std::uint32_t>(first + before);
+    // Both sums in one: what all blocks have is below 2^32.
+    if (threadIdx.x < kDigits) all |= std::uint64_t{digit_counts[threadIdx.x]} << 32;
+    std::uint64_t sums = 0;
+    Scan(scan).ExclusiveSum(all, sums);
+    if (threadIdx.x < kDigits) {
+      digit_begin[threadIdx.x] = static_cast<std::uint32_t>(sums >> 32);
+      digit_first[threadIdx.x] = static_cast<std::uint32_t>(sums) + before;
+    }
+    // In order within the block first, so that neighbours go to neighbouring places of another.
+    Key keys[kClusterItems];
+    std::uint32_t positions[kClusterItems];
+#pragma unroll
+    for (int k = 0; k < kClusterItems; ++k) {
+      if (static_cast<std::uint32_t>(k) >= items) break;
+      keys[k] = mine.keys[now][place_of(k)];
+      positions[k] = mine.positions[now][place_of(k)];
+    }
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kClusterItems; ++k) {
       if (static_cast<std::uint32_t>(k) >= items) break;
-      const Key key = mine.keys[now][place_of(k)];
+      const std::uint32_t digit = digit_of(keys[k]);
+      const std::uint32_t to = digit_begin[digit] + counts[digit] + ranks[k];
+      mine.keys[now][to] = keys[k];
+      mine.positions[now][to] = positions[k];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kClusterItems; ++k) {
+      if (static_cast<std::uint32_t>(k) >= items) break;
+      const std::uint32_t i = static_cast<std::uint32_t>(k) * kClusterThreads + threadIdx.x;
+      const Key key = mine.keys[now][i];
       const std::uint32_t digit = digit_of(key);
-      const std::uint32_t to = digit_first[digit] + counts[digit] + ranks[k];
+      const std::uint32_t to = digit_first[digit] + (i - digit_begin[digit]);
       const std::uint32_t there = to & (tile - 1);
       *cluster.map_shared_rank(&mine.keys[now ^ 1][there], to >> tile_log2) = key;
-      *cluster.map_shared_rank(&mine.positions[now ^ 1][there], to >> tile_log2) = mine.positions[now][place_of(k)];
+      *cluster.map_shared_rank(&mine.positions[now ^ 1][there], to >> tile_log2) = mine.positions[now][i];
     }
     cluster.sync();
   }
@@ -393,7 +425,7 @@ __global__ void __launch_bounds__(kClusterThreads)
     if (j == count - 1) {
       groups.starts[group + 1U] = count;
       *cluster.map_shared_rank(&distinct, 0) = group + 1U;
-      *header = header_of(*cluster.map_shared_rank(&bad, 0), group, page_index);
+      *header = header_of(bad_of_cluster(), group, page_index);
       if (report != nullptr) report->header = *header;
     }
   }
