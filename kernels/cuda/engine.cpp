@@ -72,8 +72,8 @@ std::unique_ptr<CudaBatch> Engine::make_batch(const std::int64_t* ids, std::uint
   const DeviceBuffer result(pool_, sizeof(GroupHeader) + most_pages * sizeof(PageEntry), batch->stream);
   auto* const header = result.at<GroupHeader>(0);
   auto* const entries = result.at<PageEntry>(sizeof(GroupHeader));
-  group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, header, entries, nullptr, false, pool_,
-            batch->stream);
+  group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, header, entries, nullptr, false, limits_,
+            pool_, batch->stream);
 
   const std::uint64_t first_copy =
       std::min(most_pages, std::clamp(expected_pages_.load(std::memory_order_relaxed), kFewPages, kManyPages));
@@ -175,10 +175,10 @@ void Engine::group(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t co
                    const std::function<void()>& looked) {
   const auto some = static_cast<std::uint32_t>(count);
   const std::uint64_t bytes = keys ? count * batch.key_bytes() : 0;
-  if (reports(some, rows)) batch.keys_on_host = report_for(bytes, batch.stream);
+  if (reports(some, rows, limits_)) batch.keys_on_host = report_for(bytes, batch.stream);
   batch.reported = static_cast<bool>(batch.keys_on_host);
   auto* const report = batch.reported ? reinterpret_cast<GroupReport*>(batch.keys_on_host.data()) : nullptr;
-  group_ids(ids, some, rows, batch.rows_per_page, batch.groups, batch.header, nullptr, report, keys, pool_, batch.stream,
+  group_ids(ids, some, rows, batch.rows_per_page, batch.groups, batch.header, nullptr, report, keys, limits_, pool_, batch.stream,
             batch.reported ? std::function<void()>() : looked);
   if (!batch.reported) return send_keys(batch, keys ? count : 0);
   batch.keys_on_host.mark();

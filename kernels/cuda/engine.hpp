@@ -17,6 +17,7 @@
 #include "base/error.hpp"
 #include "kernels/cuda.hpp"
 #include "kernels/cuda/device_batch.hpp"
+#include "kernels/cuda/group_ids.hpp"
 #include "kernels/cuda/link.hpp"
 #include "kernels/cuda/memory.hpp"
 #include "kernels/cuda/row_move.hpp"
@@ -36,6 +37,7 @@ class Engine final : public CudaEngine {
     cudaDeviceProp properties{};
     EMBERMAP_CUDA(cudaGetDeviceProperties(&properties, device));
     name_ = properties.name;
+    limits_ = group_limits(device);
   }
 
   int device() const noexcept override { return device_; }
@@ -144,8 +146,9 @@ class Engine final : public CudaEngine {
   StagingPool& staging_ = shared_->staging;
   LinkLanes& lanes_ = shared_->lanes;
   std::string name_;
+  GroupLimits limits_;
   MoverModel model_;
-  // Counts the distinct pages of ids, good or bad, for pages_used().
+  // Has the device count the distinct pages of good ids, for pages_used().
   void count_pages(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                    std::uint64_t rows_per_page);
   std::atomic<float> recent_distinct_{0};         // of the ids of the last large batch, those that were distinct

@@ -7,9 +7,7 @@
 #include <bit>
 #include <cub/device/device_radix_sort.cuh>
 #include <cub/device/device_scan.cuh>
-#include <mutex>
 #include <string>
-#include <vector>
 
 #include "kernels/cuda/runtime.hpp"
 #include "kernels/device/group_ids.cuh"
@@ -39,18 +37,9 @@ cudaLaunchConfig_t cluster_config(unsigned blocks, std::uint32_t tile, cudaLaunc
   return config;
 }
 
-// Asks once for each device.
+// Of the current device, which gets ready for clusters of as many.
 template <class Key>
-unsigned most_cluster_blocks() {
-  static std::mutex mutex;
-  static std::vector<int> known;  // by device; -1: not asked yet
-  int device = 0;
-  EMBERMAP_CUDA(cudaGetDevice(&device));
-  const std::lock_guard lock(mutex);
-  known.resize(std::max(known.size(), static_cast<std::size_t>(device) + 1), -1);
-  int& blocks = known[static_cast<std::size_t>(device)];
-  if (blocks >= 0) return static_cast<unsigned>(blocks);
-  blocks = 0;
+unsigned most_cluster_blocks(int device) {
   int major = 0;
   int shared = 0;
   EMBERMAP_CUDA(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
@@ -60,24 +49,21 @@ unsigned most_cluster_blocks() {
   constexpr std::uint32_t kTile = device::kClusterThreads * device::kClusterItems;
   const std::uint64_t bytes = device::ClusterMemory<Key>::bytes(kTile);
   // Code for older devices runs on newer ones, without clusters.
-  if (major < 9 || attributes.binaryVersion < 90 || attributes.ptxVersion < 90 ||
-      bytes + attributes.sharedSizeBytes > static_cast<std::uint64_t>(shared))
+  if (major < 9 || attributes.ptxVersion < 90 || bytes + attributes.sharedSizeBytes > static_cast<std::uint64_t>(shared))
     return 0;
   EMBERMAP_CUDA(
       cudaFuncSetAttribute(device::group_by_cluster<Key>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
   EMBERMAP_CUDA(cudaFuncSetAttribute(device::group_by_cluster<Key>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-  for (const unsigned some : {16U, 8U}) {
+  for (const unsigned blocks : {16U, 8U}) {
     cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t config = cluster_config<Key>(some, kTile, attribute, nullptr);
+    const cudaLaunchConfig_t config = cluster_config<Key>(blocks, kTile, attribute, nullptr);
     int clusters = 0;
-    if (cudaOccupancyMaxActiveClusters(&clusters, device::group_by_cluster<Key>, &config) != cudaSuccess) {
+    if (cudaOccupancyMaxActiveClusters(&clusters, device::group_by_cluster<Key>, &config) != cudaSuccess)
       (void)cudaGetLastError();
-    } else if (clusters > 0) {
-      blocks = static_cast<int>(some);
-      break;
-    }
+    else if (clusters > 0)
+      return blocks;
   }
-  return static_cast<unsigned>(blocks);
+  return 0;
 }
 
 // Blocks of the cluster for `count` ids, and how many each thread has: few blocks have to wait for each other less.
@@ -85,9 +71,7 @@ struct ClusterShape {
   unsigned blocks = 0;  // 0: too many ids
   std::uint32_t items_log2 = 0;
 };
-template <class Key>
-ClusterShape cluster_shape(std::uint32_t count) {
-  const unsigned most = most_cluster_blocks<Key>();
+ClusterShape cluster_shape(std::uint32_t count, unsigned most) {
   for (const unsigned blocks : {4U, 8U, 16U})
     for (std::uint32_t log2 = 0; blocks <= most && (device::kClusterItems >> log2) != 0; ++log2)
       if (count <= blocks * (device::kClusterThreads << log2) && (log2 <= 1 || blocks == most)) return {blocks, log2};
@@ -97,7 +81,7 @@ ClusterShape cluster_shape(std::uint32_t count) {
 template <class Key>
 void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
                 const IdGroups& groups, GroupHeader* header, PageEntry* entries, GroupReport* report, bool shows_keys,
-                const MemoryPool& pool, cudaStream_t stream, const std::function<void()>& looked) {
+                unsigned most_blocks, const MemoryPool& pool, cudaStream_t stream, const std::function<void()>& looked) {
   const device::PageOf page_of{rows_per_page, std::has_single_bit(rows_per_page) ? std::countr_zero(rows_per_page) : -1};
   const int key_bits = std::clamp(static_cast<int>(std::bit_width(rows - (rows != 0))), 1, static_cast<int>(sizeof(Key) * 8));
 
@@ -108,7 +92,7 @@ void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows
   static_assert(kOneBlock == kFewThreads * kFewItems);
   if (count <= kFewThreads * kFewestItems) return few(device::group_few<Key, kFewThreads, kFewestItems>, "group_few");
   if (count <= kOneBlock) return few(device::group_few<Key, kFewThreads, kFewItems>, "group_few");
-  if (const ClusterShape shape = cluster_shape<Key>(count); shape.blocks != 0) {
+  if (const ClusterShape shape = cluster_shape(count, most_blocks); shape.blocks != 0) {
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t config =
         cluster_config<Key>(shape.blocks, device::kClusterThreads << shape.items_log2, attribute, stream);
@@ -161,16 +145,21 @@ void group_keys(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows
 
 void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
                const IdGroups& groups, GroupHeader* header, PageEntry* entries, GroupReport* report, bool shows_keys,
-               const MemoryPool& pool, cudaStream_t stream, const std::function<void()>& looked) {
+               const GroupLimits& limits, const MemoryPool& pool, cudaStream_t stream, const std::function<void()>& looked) {
   if (!wide_keys(rows))
-    group_keys<std::uint32_t>(ids, count, rows, rows_per_page, groups, header, entries, report, shows_keys, pool, stream, looked);
+    group_keys<std::uint32_t>(ids, count, rows, rows_per_page, groups, header, entries, report, shows_keys, limits.narrow_blocks,
+                              pool, stream, looked);
   else
-    group_keys<std::uint64_t>(ids, count, rows, rows_per_page, groups, header, entries, report, shows_keys, pool, stream, looked);
+    group_keys<std::uint64_t>(ids, count, rows, rows_per_page, groups, header, entries, report, shows_keys, limits.wide_blocks,
+                              pool, stream, looked);
 }
 
-bool reports(std::uint32_t count, std::uint64_t rows) {
-  if (count <= kOneBlock) return true;
-  return (wide_keys(rows) ? cluster_shape<std::uint64_t>(count) : cluster_shape<std::uint32_t>(count)).blocks != 0;
+GroupLimits group_limits(int device) {
+  return {most_cluster_blocks<std::uint32_t>(device), most_cluster_blocks<std::uint64_t>(device)};
+}
+
+bool reports(std::uint32_t count, std::uint64_t rows, const GroupLimits& limits) {
+  return count <= kOneBlock || cluster_shape(count, wide_keys(rows) ? limits.wide_blocks : limits.narrow_blocks).blocks != 0;
 }
 
 void count_pages(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, std::uint64_t rows_per_page,

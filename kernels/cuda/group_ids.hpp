@@ -53,8 +53,13 @@ struct GroupReport {
 };
 inline constexpr std::uint64_t kReportBytes = 256;
 static_assert(sizeof(GroupReport) <= kReportBytes);
-// Whether group_ids() can fill a report for so many ids: whether one kernel groups them on the current device.
-bool reports(std::uint32_t count, std::uint64_t rows);
+// Blocks of the largest cluster that groups 32-bit and 64-bit ids; 0: the device has none.
+struct GroupLimits {
+  unsigned narrow_blocks = 0, wide_blocks = 0;
+};
+GroupLimits group_limits(int device);  // which must be current
+// Whether group_ids() can fill a report for so many ids: whether one kernel groups them.
+bool reports(std::uint32_t count, std::uint64_t rows, const GroupLimits& limits);
 
 // Fills `groups`, `header` and `entries` (device memory, as `ids`); entries has room for min(count, pages of the table), at
 // least 1, or is null. `report` is null, or all 0 and where reports(); with `shows_keys` it has room for `count` of them.
@@ -62,7 +67,7 @@ bool reports(std::uint32_t count, std::uint64_t rows);
 // count > 0, 0 < rows_per_page <= 2^32. Enqueues.
 void group_ids(const std::int64_t* ids, std::uint32_t count, std::uint64_t rows, std::uint64_t rows_per_page,
                const IdGroups& groups, GroupHeader* header, PageEntry* entries, GroupReport* report, bool shows_keys,
-               const MemoryPool& pool, cudaStream_t stream, const std::function<void()>& looked = {});
+               const GroupLimits& limits, const MemoryPool& pool, cudaStream_t stream, const std::function<void()>& looked = {});
 
 // *pages += how many distinct pages the good ones among the ids lie on. `bits`: one for each page of the table, all 0, and used
 // up. Enqueues.
