@@ -50,9 +50,6 @@ class Engine final : public CudaEngine {
   void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
              std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
              const std::function<void()>& meanwhile) override;
-  void fetch_some(CudaBatch& batch, const FrameSource& source, std::span<const std::uint32_t> frames, const ThreadPool& pool,
-                  CudaStream stream) override;
-  bool of_all_threads(CudaStream stream) const noexcept override { return native(stream) != cudaStreamPerThread; }
   void check(CudaBatch& batch) override;
   HostKeys keys(CudaBatch& batch) override;
   std::uint64_t pages_used(const CudaBatch& batch) const override;

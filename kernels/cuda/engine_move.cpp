@@ -178,22 +178,6 @@ void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t fi
   move_pages(mine, source, first_page, frames, true, pool, meanwhile);
 }
 
-void Engine::fetch_some(CudaBatch& batch, const FrameSource& source, std::span<const std::uint32_t> frames,
-                        const ThreadPool& pool, CudaStream stream) {
-  const ProfileRange range("embermap: fetch");
-  const ScopedDevice current(device_);
-  DeviceBatch& mine = with_rows(batch, stream, "fetch_some");
-  if (mine.count == 0) return;
-  check_source(mine, source, 0, frames.size(), mine.offset, mine.bytes, "fetch_some");
-  if (mine.whole || frames.size() != mine.pages.size() || !zero_copy(source))
-    throw InvalidArgument("fetch_some: not the frames of all pages, or not registered");
-  const Stretch stretch(mine, source, 0, frames);
-  const DeviceBuffer frames_there = send_frames(frames, mine.stream);  // freed behind the kernel
-  RowMove move = move_of(stretch, frames_there, nullptr);
-  move.places.some = true;
-  move_from_frames(move, shape_of(model_.choose_kernel(case_of(stretch, true, pool)).way), mine.stream);
-}
-
 void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,
                         std::span<const std::uint32_t> frames, ThreadPool& pool, CudaStream stream,
                         const std::function<void()>& meanwhile) {

@@ -83,8 +83,6 @@ void move(const char* name, const RowMove& m, const RowMoveShape& shape, cudaStr
   const RecordPlaces& p = m.places;
   if (!p.whole) {
     const device::FramePlaces places{p.slab + p.offset, p.page_bytes, p.stride, p.page_index, p.slots, p.frames, p.first_page};
-    if constexpr (kFromHost)
-      if (p.some) return move<kFromHost>(name, device::SomeFramePlaces{places}, m, shape, stream);
     return move<kFromHost>(name, places, m, shape, stream);
   }
   if (p.wide_keys) return move<kFromHost>(name, whole_places<std::uint64_t>(p), m, shape, stream);

@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/cuda.hpp"
 #include "kernels/cuda/group_ids.hpp"
 
 namespace embermap::gpu {
@@ -38,7 +37,6 @@ struct RecordPlaces {
   const std::uint32_t* slots;
   const std::uint32_t* frames;
   std::uint32_t first_page;
-  bool some = false;  // a frame may be kLeftOut: its rows are not moved
 };
 
 struct RowMove {

@@ -24,18 +24,6 @@ struct FramePlaces {
   }
 };
 
-// Null for rows that are not moved.
-struct SomeFramePlaces {
-  FramePlaces all;
-  __device__ std::byte* operator()(std::uint64_t row) const {
-    return all.frames[all.page_index[row] - all.first_page] != kLeftOut ? all(row) : nullptr;
-  }
-};
-template <class Places>
-inline constexpr bool kAllRows = true;
-template <>
-inline constexpr bool kAllRows<SomeFramePlaces> = false;
-
 template <class Key>
 struct WholePlaces {
   std::byte* slab;
@@ -92,12 +80,11 @@ __device__ void move_tiles(const Places& places, const Rows& device_rows, const 
       from = reinterpret_cast<const V*>(mine);
       to = reinterpret_cast<V*>(host);
     }
-    const std::uint64_t elements = kAllRows<Places> || host != nullptr ? length : 0;
     V held[kMoveSteps];
 #pragma unroll
     for (int s = 0; s < kMoveSteps; ++s) {
       const std::uint64_t i = column + static_cast<std::uint64_t>(s) * lanes;
-      if (i < elements) held[s] = from[i];
+      if (i < length) held[s] = from[i];
     }
     // The next row's address comes from dependent loads: fetched while this row is under way.
     item += step;
@@ -113,7 +100,7 @@ __device__ void move_tiles(const Places& places, const Rows& device_rows, const 
 #pragma unroll
     for (int s = 0; s < kMoveSteps; ++s) {
       const std::uint64_t i = column + static_cast<std::uint64_t>(s) * lanes;
-      if (i < elements) to[i] = held[s];
+      if (i < length) to[i] = held[s];
     }
     if (!more) return;
     place = next_place;
