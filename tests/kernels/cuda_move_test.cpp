@@ -367,7 +367,6 @@ TEST_F(CudaMove, PagesInFramesChosenByLotInSeveralPasses) {
   }
 }
 
-// Rows of pages that were not there at first come behind the others, which stay as they are.
 // A transfer must leave the one before it alone, whose kernel may still be on its way when all threads have done their part.
 TEST_F(CudaMove, TransfersFollowOneAnotherWithoutWaiting) {
   Random random(6);
