@@ -23,11 +23,6 @@ class FairSharedMutex {
     const std::lock_guard gate(gate_);
     mutex_.lock_shared();
   }
-  // Whoever waits to have it alone comes first here as well.
-  bool try_lock_shared() {
-    const std::unique_lock gate(gate_, std::try_to_lock);
-    return gate.owns_lock() && mutex_.try_lock_shared();
-  }
   void unlock_shared() { mutex_.unlock_shared(); }
   // Whether somebody waits to have it alone: who shares it for long, and can go on later, should let go.
   bool wanted_alone() const noexcept { return waiting_.load(std::memory_order_relaxed) != 0; }

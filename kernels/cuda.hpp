@@ -61,8 +61,6 @@ class PinnedRange {
   std::string error_;
 };
 
-inline constexpr std::uint32_t kLeftOut = 0xFFFFFFFFU;  // in place of a page's frame, see CudaEngine::fetch_some()
-
 // Where the frames of a table lie and how a row is found in them.
 struct FrameSource {
   std::byte* slab = nullptr;  // host address of frame 0; only read by fetch
@@ -186,13 +184,6 @@ class CudaEngine {
   virtual void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
                      std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
                      const std::function<void()>& meanwhile = {}) = 0;
-
-  // fetch() of all pages of the batch but those whose frame is kLeftOut: their rows in the working set stay as they are. By a
-  // kernel alone, from a slab that is registered. Behind a fetch of all pages, which has counted the rows. Enqueues.
-  virtual void fetch_some(CudaBatch& batch, const FrameSource& source, std::span<const std::uint32_t> frames,
-                          const ThreadPool& pool, CudaStream stream) = 0;
-  // Whether calls for the stream may come from any thread. Not for the stream that each thread has its own of.
-  virtual bool of_all_threads(CudaStream stream) const noexcept = 0;
 
   // Makes an uninitialised working set of `bytes` a row, for writes that replace whole rows: stands in for fetch.
   virtual void reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes, CudaStream stream) = 0;

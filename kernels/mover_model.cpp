@@ -9,6 +9,7 @@ namespace embermap {
 namespace {
 
 constexpr std::uint64_t kFewBytes = 1 << 20;  // are not worth waking threads for
+constexpr double kAsFast = 0.97;              // of the fastest: what measurements differ by
 constexpr MoverWay kSmallKernel{.blocks = 8, .block_threads = 512, .host_threads = 0};
 
 double octaves(std::uint64_t a, std::uint64_t b) {
@@ -37,6 +38,7 @@ std::vector<MoverWay> mover_ways(unsigned threads) {
   for (const unsigned count : counts) {
     if (count == 0) continue;
     ways.push_back({0, 0, count});
+    ways.push_back({2, 1024, count});
     ways.push_back({4, 1024, count});
     ways.push_back({16, 512, count});
   }
@@ -55,10 +57,18 @@ std::optional<MoverRate> MoverModel::fastest(const MoverCase& of, const May& may
       nearest = &measurement;
     }
   }
+  if (nearest == nullptr) return std::nullopt;
+  double most = 0;
+  for (const MoverRate& rate : nearest->rates)
+    if (may(rate.way)) most = std::max(most, rate.bytes_per_second);
   std::optional<MoverRate> best;
-  if (nearest != nullptr)
-    for (const MoverRate& rate : nearest->rates)
-      if (may(rate.way) && (!best || rate.bytes_per_second > best->bytes_per_second)) best = rate;
+  for (const MoverRate& rate : nearest->rates) {
+    if (!may(rate.way) || rate.bytes_per_second < kAsFast * most) continue;
+    const auto before = [](const MoverRate& a, const MoverRate& b) {
+      return a.way.blocks != b.way.blocks ? a.way.blocks < b.way.blocks : a.bytes_per_second > b.bytes_per_second;
+    };
+    if (!best || before(rate, *best)) best = rate;
+  }
   return best;
 }
 

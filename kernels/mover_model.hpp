@@ -51,7 +51,8 @@ std::vector<MoverWay> mover_ways(unsigned threads);
 // Thread-safe.
 class MoverModel {
  public:
-  // The fastest way in the measured case that is most like this one; without any measurement for as many threads a choice that is
+  // The fastest way in the measured case that is most like this one, or of several that are about as fast the one with the fewest
+  // blocks: a multiprocessor that moves rows computes nothing. Without any measurement for as many threads a choice that is
   // good on the machines that we know: a kernel for few bytes, both movers for more.
   MoverRate choose(const MoverCase& of) const;
   // The same among the ways that need no threads of the host.
@@ -64,7 +65,7 @@ class MoverModel {
   void clear();
 
  private:
-  // Of the nearest case, the fastest way that `may` accepts; none without a case.
+  // Of the nearest case, the way that is chosen among those that `may` accepts; none without a case.
   template <class May>
   std::optional<MoverRate> fastest(const MoverCase& of, const May& may) const;
   mutable std::mutex mutex_;

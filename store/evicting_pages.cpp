@@ -294,8 +294,8 @@ void EvictingPages::wait_for_turn(const Wanted& wanted, Lock& lock) {
 }
 
 std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of,
-                                                  Access access, std::span<const std::uint8_t> replaced, const StillWanted& still,
-                                                  WhileReading* work) {
+                                                  Access access, std::span<const std::uint8_t> replaced,
+                                                  const StillWanted& still) {
   Wanted wanted;
   std::vector<std::uint32_t> reads, replaces;
   Lock lock(mutex_);
@@ -343,10 +343,6 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
     if (access == Access::kWrite)
       for (const std::uint32_t index : wanted.found) mark_dirty(index);
     if (!wanted.missing.empty()) make_room(wanted, access, batch, lock);
-    // Before frames are taken: where there is no memory for it, nobody waits for them.
-    Beside beside;
-    if (work != nullptr && wanted.filling.empty() && !wanted.found.empty() && !wanted.missing.empty())
-      beside.frame_of.assign(frame_of.begin(), frame_of.end());
     take_frames(wanted, batch, access, reads, replaces);
     if (access == Access::kPrefetch)
       begin_promise(batch, wanted);
@@ -354,13 +350,12 @@ std::optional<HotPages::Hold> EvictingPages::hold(std::span<const std::uint64_t>
       notice(batch);
     if (!wanted.missing.empty()) {
       turn_taken_ = ending.turn = false;
-      if (!beside.frame_of.empty() && !reads.empty()) beside.work = std::exchange(work, nullptr);  // once, also when tried again
       for (std::size_t i = 0; i < pages.size(); ++i) {
         if (i + kSlotsAhead < pages.size()) lookup_.prefetch(pages[i + kSlotsAhead]);
         if (frame_of[i] == kAbsent) frame_of[i] = lookup_.find(pages[i]);
       }
       wake_cleaner(wanted.missing.size());
-      if (const std::exception_ptr failure = fill(reads, still, beside, lock); failure != nullptr) {
+      if (const std::exception_ptr failure = fill(reads, still, lock); failure != nullptr) {
         for (const std::uint32_t index : replaces) forget(index, /*evicted=*/false);
         std::rethrow_exception(failure);
       }
@@ -499,8 +494,7 @@ void EvictingPages::take_frames(const Wanted& wanted, std::uint64_t batch, Acces
   }
 }
 
-std::exception_ptr EvictingPages::fill(std::span<const std::uint32_t> frames, const StillWanted& still, const Beside& beside,
-                                       Lock& lock) {
+std::exception_ptr EvictingPages::fill(std::span<const std::uint32_t> frames, const StillWanted& still, Lock& lock) {
   if (frames.empty()) return nullptr;
   std::vector<PageBuffer> buffers;
   std::vector<std::uint8_t> there;  // by page, as the frames are
@@ -510,7 +504,6 @@ std::exception_ptr EvictingPages::fill(std::span<const std::uint32_t> frames, co
     buffers.reserve(frames.size());
     for (const std::uint32_t index : frames) buffers.push_back({frames_[index].page, frame(index)});
     lock.unlock();
-    if (beside.work != nullptr) beside.work->begin(beside.frame_of);
     file_.read(buffers, still, there);
   } catch (const NotWanted&) {
     failure = std::current_exception();
@@ -518,10 +511,7 @@ std::exception_ptr EvictingPages::fill(std::span<const std::uint32_t> frames, co
     failure = std::current_exception();
     there.clear();
   }
-  if (!lock.owns_lock()) {
-    if (beside.work != nullptr) beside.work->end();  // begun; the frames found are not given away before
-    lock.lock();
-  }
+  if (!lock.owns_lock()) lock.lock();
   for (std::size_t i = 0; i < frames.size(); ++i) {
     const bool stays = failure == nullptr || (!there.empty() && there[i] != 0);
     if (stays)

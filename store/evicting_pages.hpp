@@ -42,8 +42,7 @@ class EvictingPages final : public HotPages {
   ~EvictingPages() override;
 
   std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
-                           std::span<const std::uint8_t> replaced = {}, const StillWanted& still = {},
-                           WhileReading* beside = nullptr) override;
+                           std::span<const std::uint8_t> replaced = {}, const StillWanted& still = {}) override;
   Hold hold_resident(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access) override;
   std::uint64_t promisable(std::uint64_t wanted, std::function<void()> when_room) override;
   std::shared_ptr<const Expected> expect(std::span<const std::uint64_t> pages) override;
@@ -156,13 +155,8 @@ class EvictingPages final : public HotPages {
   void renew(const Wanted& wanted, std::uint64_t& batch);
   void take_frames(const Wanted& wanted, std::uint64_t batch, Access access, std::vector<std::uint32_t>& read,
                    std::vector<std::uint32_t>& replaced);
-  // What a batch does meanwhile, with the frames that it found.
-  struct Beside {
-    WhileReading* work = nullptr;
-    std::vector<std::uint32_t> frame_of;
-  };
   // Frames that were not filled are forgotten.
-  std::exception_ptr fill(std::span<const std::uint32_t> frames, const StillWanted& still, const Beside& beside, Lock& lock);
+  std::exception_ptr fill(std::span<const std::uint32_t> frames, const StillWanted& still, Lock& lock);
   void mark_dirty(std::uint32_t frame) noexcept;
   void forget(std::uint32_t frame, bool evicted) noexcept;  // what is in it; the frame is free then
   // Writes these dirty frames with the lock let go.

@@ -71,17 +71,6 @@ class HotPages {
     bool replaced_ = false;
   };
 
-  // What a batch does with the pages that it finds in memory while those that it misses are read.
-  class WhileReading {
-   public:
-    virtual ~WhileReading() = default;
-    // frame_of[i] as hold() will have it, kAbsent where pages[i] is about to be read. The others stay where they are until the
-    // hold dies, or end() has returned. Called without locks; what takes time is done by another thread.
-    virtual void begin(std::span<const std::uint32_t> frame_of) noexcept = 0;
-    // Waits for that. Called after begin(), also where reading has failed.
-    virtual void end() noexcept = 0;
-  };
-
   virtual ~HotPages() = default;
   HotPages(const HotPages&) = delete;
   HotPages& operator=(const HotPages&) = delete;
@@ -94,11 +83,8 @@ class HotPages {
   // row of the page, so that a page that is not in memory is neither read nor generated; the hold's replaced() says that it was
   // done.
   // `still` (of a prefetch): where it says no while pages are read, this throws NotWanted; those that were read stay in memory.
-  // `beside`: not null, and called where some pages are read while others are there; it need not be called at all, and is not
-  // where a page is one that another batch is reading.
   virtual std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
-                                   std::span<const std::uint8_t> replaced = {}, const StillWanted& still = {},
-                                   WhileReading* beside = nullptr) = 0;
+                                   std::span<const std::uint8_t> replaced = {}, const StillWanted& still = {}) = 0;
 
   // A page that Access::kPrefetch wants is promised to a batch: until one uses it, it is given away only to a batch that finds no
   // other frame, never to a prefetch. How many of `wanted` pages may be promised now: promises take half of the frames. If it is

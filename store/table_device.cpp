@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <future>
 #include <optional>
 #include <shared_mutex>
 #include <utility>
@@ -24,10 +23,6 @@ constexpr std::size_t kMostReaders = 4;
 constexpr std::uint64_t kMostReaderBytes = 64 << 20;  // of device memory
 // Of a batch that is fetched ahead, and of changes that may come between that and its use.
 constexpr std::uint64_t kMostAheadBytes = 1 << 30;
-// Of batches for which some pages are read: as large ones, and with no more of their rows on those pages, fetch the others early.
-constexpr std::uint64_t kWorthEarly = 1 << 20;
-constexpr std::uint64_t kMostMissedShare = 4;  // of which one is missed
-static_assert(kLeftOut == HotPages::kAbsent);
 constexpr std::size_t kMostNewer = 4;
 }  // namespace
 
@@ -43,79 +38,6 @@ struct WorkingSet::State {
   // first. Changed with flights_mutex_ held.
   std::shared_ptr<CudaFlight> ahead = nullptr;
   std::vector<std::shared_ptr<CudaFlight>> newer = {};
-};
-
-// Rows of a batch cross the link while the disk is read for the others of it. Nobody waits for the disk with rows locked: they
-// are locked for as long as they take, and if any row of the table has changed until the others are there, all are fetched once
-// more.
-class TableImpl::EarlyRows final : public HotPages::WhileReading {
- public:
-  EarlyRows(TableImpl& table, DeviceCall& call, const FrameSource& source, const Fetched& fetched, CudaStream stream)
-      : table_{table}, call_{call}, source_{source}, fetched_{fetched}, stream_{stream} {}
-
-  void begin(std::span<const std::uint32_t> frame_of) noexcept override {
-    try {
-      const CudaBatch& batch = *call_.batch;
-      std::uint64_t missed = 0;
-      std::uint32_t some = kLeftOut;
-      for (std::size_t page = 0; page < frame_of.size(); ++page) {
-        if (frame_of[page] == kLeftOut)
-          missed += batch.page_starts[page + 1] - batch.page_starts[page];
-        else
-          some = frame_of[page];
-      }
-      if (some == kLeftOut || missed > batch.distinct / kMostMissedShare || batch.distinct < kWorthEarly / fetched_.bytes) return;
-      found_.assign(frame_of.begin(), frame_of.end());
-      moving_ = std::async(std::launch::async, [this, some] { move(some); });
-    } catch (const std::exception&) {
-      // It is help, not duty: rows come when all are there.
-    }
-  }
-  void end() noexcept override {
-    try {
-      if (moving_.valid()) moving_.get();
-    } catch (const std::exception&) {
-      moved_ = false;  // whoever fetches all meets the error itself
-    }
-  }
-  // With rows locked as `access` demands. Leaves to call.rest what is still to be fetched.
-  void settle(Access access, std::span<const std::uint32_t> frames) {
-    if (!moved_ || table_.changes_ != changes_ + (access == Access::kWrite ? 1 : 0)) return;
-    call_.nanoseconds += nanoseconds_;
-    call_.rest.assign(frames.begin(), frames.end());
-    for (std::size_t page = 0; page < frames.size(); ++page)
-      if (found_[page] != kLeftOut) call_.rest[page] = kLeftOut;
-  }
-
- private:
-  // Rows on pages that are not there yet come from any frame that is; what they are is fetched later.
-  void move(std::uint32_t some) {
-    const std::shared_lock reading(table_.rows_, std::try_to_lock);  // whoever has them may wait for a page that is being read
-    if (!reading) return;
-    const auto begin = std::chrono::steady_clock::now();
-    changes_ = table_.changes_;
-    std::vector<std::uint32_t> frames = found_;
-    std::replace(frames.begin(), frames.end(), kLeftOut, some);
-    try {
-      call_.engine.fetch(*call_.batch, source_, 0, frames, fetched_.offset, fetched_.bytes, table_.core_->movers(), stream_);
-    } catch (...) {
-      call_.engine.wait(stream_);  // frames must not be given up while a kernel may still use them
-      throw;
-    }
-    call_.engine.wait(stream_);
-    nanoseconds_ = static_cast<std::uint64_t>((std::chrono::steady_clock::now() - begin).count());
-    moved_ = true;
-  }
-
-  TableImpl& table_;
-  DeviceCall& call_;
-  const FrameSource& source_;
-  const Fetched fetched_;
-  const CudaStream stream_;
-  std::vector<std::uint32_t> found_;  // frames, kLeftOut for pages that are read
-  std::future<void> moving_;
-  std::uint64_t changes_ = 0, nanoseconds_ = 0;
-  bool moved_ = false;
 };
 
 void WorkingSet::check() const {
@@ -304,17 +226,7 @@ WholePages* TableImpl::resident() {
   return whole.all_ready() ? &whole : nullptr;
 }
 
-void TableImpl::fetch_rows(DeviceCall& call, const FrameSource& source, std::uint64_t first,
-                           std::span<const std::uint32_t> frames, const Fetched& fetched, CudaStream stream,
-                           const std::function<void()>& meanwhile) {
-  if (call.rest.empty())
-    call.engine.fetch(*call.batch, source, first, frames, fetched.offset, fetched.bytes, core_->movers(), stream, meanwhile);
-  else
-    call.engine.fetch_some(*call.batch, source, call.rest, core_->movers(), stream);
-}
-
-void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream stream, const Fetched& fetched,
-                                  const DevicePass& body) {
+void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream stream, const DevicePass& body) {
   const CudaBatch& batch = *call.batch;
   HotPages& pages_in_memory = hot();
   const FrameSource source = frame_source(pages_in_memory);
@@ -324,19 +236,12 @@ void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream st
   for (std::uint64_t first = 0; first < batch.pages.size();) {
     const std::uint64_t count = std::min<std::uint64_t>(frames.size(), batch.pages.size() - first);
     const std::span<std::uint32_t> places(frames.data(), count);
-    std::optional<EarlyRows> early;
-    if (fetched.bytes != 0 && call.shared.owns_lock() && source.registered && call.engine.of_all_threads(stream))
-      early.emplace(*this, call, source, fetched, stream);
     try {
       const auto hold = [&] {
         const ProfileRange range("embermap: hold pages");
-        return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access, {}, {},
-                                    early ? &*early : nullptr);
+        return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
       }();
-      device_pass(call, access, stream, [&] {
-        if (early) early->settle(access, places);
-        body(source, first, places, {});
-      });
+      device_pass(call, access, stream, [&] { body(source, first, places, {}); });
     } catch (const std::exception& error) {
       if (access != Access::kWrite || first == 0) throw;
       core_->tear(
@@ -435,11 +340,12 @@ void TableImpl::gather_device(int device, const std::int64_t* ids, std::uint64_t
   if (gather_whole(device, ids, count, out, field, stream)) return;
   DeviceCall call = begin_device(device, ids, count, field.offset, field.bytes, stream);
   if (count == 0) return;
-  const Fetched fetched{field.offset, field.bytes};
-  for_device_passes(
-      call, Access::kRead, stream, fetched,
-      [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
-          const std::function<void()>& meanwhile) { fetch_rows(call, source, first, frames, fetched, stream, meanwhile); });
+  for_device_passes(call, Access::kRead, stream,
+                    [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
+                        const std::function<void()>& meanwhile) {
+                      call.engine.fetch(*call.batch, source, first, frames, field.offset, field.bytes, core_->movers(), stream,
+                                        meanwhile);
+                    });
   call.engine.expand(*call.batch, out, stream);
   note_moved(call);
   rows_gathered_ += count;
@@ -620,7 +526,7 @@ void TableImpl::scatter_device(int device, const std::int64_t* ids, std::uint64_
   DeviceCall call = begin_device(device, ids, count, field.offset, field.bytes, stream);
   if (count == 0) return;
   bool assigned = false;
-  for_device_passes(call, Access::kWrite, stream, {},
+  for_device_passes(call, Access::kWrite, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
                         const std::function<void()>& meanwhile) {
                       if (source.whole)
@@ -687,11 +593,10 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
   CudaEngine& engine = call.engine;
   CudaBatch& batch = *call.batch;
   const bool one_pass = call.shared.owns_lock();
-  const Fetched fetched{0, bytes};
-  for_device_passes(call, one_pass ? Access::kWrite : Access::kRead, stream, fetched,
+  for_device_passes(call, one_pass ? Access::kWrite : Access::kRead, stream,
                     [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
                         const std::function<void()>& meanwhile) {
-                      fetch_rows(call, source, first, frames, fetched, stream, meanwhile);
+                      engine.fetch(batch, source, first, frames, 0, bytes, core_->movers(), stream, meanwhile);
                       if (!one_pass) return;
                       change(engine, batch);
                       engine.write_back(batch, source, first, frames, core_->movers(), stream, meanwhile);
@@ -700,7 +605,7 @@ void TableImpl::change_device(int device, const std::int64_t* ids, std::uint64_t
   if (!one_pass) {
     // The working set holds all rows; only the pages come and go.
     change(engine, batch);
-    for_device_passes(call, Access::kWrite, stream, {},
+    for_device_passes(call, Access::kWrite, stream,
                       [&](const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
                           const std::function<void()>& meanwhile) {
                         engine.write_back(batch, source, first, frames, core_->movers(), stream, meanwhile);

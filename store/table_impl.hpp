@@ -259,11 +259,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
     Alone alone;
     std::shared_ptr<CudaBatch> batch;
     std::uint64_t nanoseconds = 0;
-    // Not empty: the frames of the pages, kLeftOut where their rows were fetched while others were read.
-    std::vector<std::uint32_t> rest = {};
   };
-  // Fetches rows that are in memory while a batch waits for the disk (table_device.cpp).
-  class EarlyRows;
   // What a device does to frames when nobody waits for it (table_device.cpp). Only where all pages are in memory for good: rows
   // of gathers are read without rows_ being shared any more, and those of the last change are written without it being taken. So
   // whoever locks rows_, or files_ alone, waits for them, once the lock is held: with it nobody can begin another.
@@ -304,13 +300,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // It hands `meanwhile`, what the host has to do while the device is busy, on to the engine's fetch or write_back.
   using DevicePass = std::function<void(const FrameSource&, std::uint64_t, std::span<const std::uint32_t>,
                                         const std::function<void()>& meanwhile)>;
-  // `fetched`: of each record; `body` brings them with fetch_rows(). Empty where it has no use for what the rows were.
-  struct Fetched {
-    std::uint64_t offset = 0, bytes = 0;
-  };
-  void for_device_passes(DeviceCall& call, Access access, CudaStream stream, const Fetched& fetched, const DevicePass& body);
-  void fetch_rows(DeviceCall& call, const FrameSource& source, std::uint64_t first, std::span<const std::uint32_t> frames,
-                  const Fetched& fetched, CudaStream stream, const std::function<void()>& meanwhile);
+  void for_device_passes(DeviceCall& call, Access access, CudaStream stream, const DevicePass& body);
   void for_device_whole(DeviceCall& call, const FrameSource& source, Access access, CudaStream stream, const DevicePass& body);
   // Calls body() with rows_ locked as the access demands, and waits for the stream.
   void device_pass(DeviceCall& call, Access access, CudaStream stream, const std::function<void()>& body);

@@ -189,8 +189,7 @@ std::uint64_t WholePages::fill(std::vector<Wanted> wanted, Access access, std::v
 }
 
 std::optional<HotPages::Hold> WholePages::hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of,
-                                               Access access, std::span<const std::uint8_t> replaced, const StillWanted& still,
-                                               WhileReading*) {
+                                               Access access, std::span<const std::uint8_t> replaced, const StillWanted& still) {
   std::vector<std::uint32_t> held_back;
   const std::uint64_t distinct = load(
       pages.size(), access,

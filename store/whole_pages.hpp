@@ -21,8 +21,7 @@ class WholePages final : public HotPages {
   WholePages(PageFile& file, ThreadPool& compute);
 
   std::optional<Hold> hold(std::span<const std::uint64_t> pages, std::span<std::uint32_t> frame_of, Access access,
-                           std::span<const std::uint8_t> replaced = {}, const StillWanted& still = {},
-                           WhileReading* beside = nullptr) override;
+                           std::span<const std::uint8_t> replaced = {}, const StillWanted& still = {}) override;
   // Makes the pages of these rows resident, for good: row `id` then lies at frame(0) + id * stride. If an id is not below `rows`,
   // returns the position of the first such one instead, and has loaded nothing. (One pass over the ids: with many threads the
   // beginning and end of a pass take as long as the pass.)

@@ -3,10 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 
 #include "kernels/cuda.hpp"
 #include "kernels/cuda/events.hpp"
@@ -27,11 +29,22 @@ struct Shared {
   StagingPool staging;
   LinkLanes lanes;
   EventPool events;
-  OwnStream back;   // of write_back_behind()
-  OwnStream ahead;  // of fetch_ahead()
+  // Kernels of few blocks, which wait for the link: among a product's many they would wait for a place first.
+  OwnStream back{true};   // of write_back_behind()
+  OwnStream ahead{true};  // of fetch_ahead()
   // Nothing is enqueued here: what is freed in its order, the host having seen the end of its last use, can be given out at once.
   OwnStream idle;
 };
+
+// Waits until a kernel has written the word to the lease's memory, the lease having been marked behind the kernel. An event
+// takes microseconds longer to be seen.
+inline void wait_for(std::uint32_t& word, const StagingPool::Lease& lease) {
+  for (unsigned looks = 1; std::atomic_ref(word).load(std::memory_order_acquire) == 0; ++looks) {
+    if (looks % 256 != 0) continue;
+    if (lease.passed()) return;  // or the device has failed, which is thrown
+    std::this_thread::yield();
+  }
+}
 
 class DeviceBatch final : public CudaBatch {
  public:
@@ -56,13 +69,13 @@ class DeviceBatch final : public CudaBatch {
   StagingPool::Lease bad_on_host;    // of begin_batch(): the position of a bad id, until check()
   StagingPool::Lease pages_on_host;  // of gather(): how many there are
   StagingPool::Lease keys_on_host;   // of a whole table: with the header before them
+  bool reported = false;             // by a kernel, as a GroupReport
   const void* host_keys = nullptr;   // distinct ids, ascending; once settled
   bool settled = false;              // they are there
   bool uncounted = false;            // a kernel moved all rows, not counted in `moved`
   bool uncounted_pages = false;      // nobody has asked for the pages yet
   Moved moved;
-  EventPool::Lease began;        // when its first rows were enqueued
-  std::uint64_t claimed_at = 0;  // in `memory`: where the kernel counts
+  EventPool::Lease began;  // when its first rows were enqueued
   std::uint64_t key_bytes() const noexcept { return wide_keys ? sizeof(std::uint64_t) : sizeof(std::uint32_t); }
   LinkLanes::Lease lane;  // once threads have moved rows
 

@@ -72,7 +72,8 @@ std::unique_ptr<CudaBatch> Engine::make_batch(const std::int64_t* ids, std::uint
   const DeviceBuffer result(pool_, sizeof(GroupHeader) + most_pages * sizeof(PageEntry), batch->stream);
   auto* const header = result.at<GroupHeader>(0);
   auto* const entries = result.at<PageEntry>(sizeof(GroupHeader));
-  group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, header, entries, pool_, batch->stream);
+  group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, header, entries, nullptr, false, limits_,
+            pool_, batch->stream);
 
   const std::uint64_t first_copy =
       std::min(most_pages, std::clamp(expected_pages_.load(std::memory_order_relaxed), kFewPages, kManyPages));
@@ -122,7 +123,7 @@ std::unique_ptr<DeviceBatch> Engine::new_batch(const std::int64_t* ids, std::uin
   const std::uint64_t starts_at = layout.add(count + 1, sizeof(std::uint32_t));
   const std::uint64_t page_index_at = layout.add(count, sizeof(std::uint32_t));
   const std::uint64_t slots_at = layout.add(count, sizeof(std::uint32_t));
-  batch->claimed_at = layout.add(1, sizeof(unsigned long long));
+  const std::uint64_t claims_at = layout.add(1, sizeof(MoveClaims));
   const std::uint64_t header_at = layout.add(1, sizeof(GroupHeader));
   const std::uint64_t keys_at = layout.add(count, batch->key_bytes());
   batch->memory = DeviceBuffer(pool_, layout.bytes(), batch->stream);
@@ -132,7 +133,8 @@ std::unique_ptr<DeviceBatch> Engine::new_batch(const std::int64_t* ids, std::uin
                    .starts = batch->memory.at<std::uint32_t>(starts_at),
                    .page_index = batch->memory.at<std::uint32_t>(page_index_at),
                    .slots = batch->memory.at<std::uint32_t>(slots_at),
-                   .keys = batch->memory.at<std::byte>(keys_at)};
+                   .keys = batch->memory.at<std::byte>(keys_at),
+                   .claims = batch->memory.at<MoveClaims>(claims_at)};
   return batch;
 }
 
@@ -156,10 +158,31 @@ std::unique_ptr<CudaBatch> Engine::begin_batch(const std::int64_t* ids, std::uin
                                   cudaMemcpyDeviceToHost, batch->stream));
     batch->bad_on_host.mark();
   };
-  group_ids(ids, static_cast<std::uint32_t>(count), rows, rows_per_page, batch->groups, batch->header, nullptr, pool_,
-            batch->stream, tells ? std::function<void()>(tell) : std::function<void()>());
-  send_keys(*batch, count);
+  group(*batch, ids, count, rows, true, tells ? std::function<void()>(tell) : std::function<void()>());
   return batch;
+}
+
+// Pinned memory for a report and so many bytes behind it, ready for a kernel; an empty lease where there is none.
+StagingPool::Lease Engine::report_for(std::uint64_t key_bytes, cudaStream_t stream) {
+  if (host_pointers_work_ == 0) return {};
+  StagingPool::Lease lease = staging_.acquire(kReportBytes + key_bytes, stream);
+  if (!lease.pinned()) return {};
+  new (lease.data()) GroupReport{};
+  return lease;
+}
+
+void Engine::group(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, bool keys,
+                   const std::function<void()>& looked) {
+  const auto some = static_cast<std::uint32_t>(count);
+  const std::uint64_t bytes = keys ? count * batch.key_bytes() : 0;
+  if (reports(some, rows, limits_)) batch.keys_on_host = report_for(bytes, batch.stream);
+  batch.reported = static_cast<bool>(batch.keys_on_host);
+  auto* const report = batch.reported ? reinterpret_cast<GroupReport*>(batch.keys_on_host.data()) : nullptr;
+  group_ids(ids, some, rows, batch.rows_per_page, batch.groups, batch.header, nullptr, report, keys, limits_, pool_, batch.stream,
+            batch.reported ? std::function<void()>() : looked);
+  if (!batch.reported) return send_keys(batch, keys ? count : 0);
+  batch.keys_on_host.mark();
+  batch.host_keys = batch.keys_on_host.data() + kReportBytes;
 }
 
 // The header and `most` keys on their way to the host.
@@ -180,10 +203,13 @@ RowIdError Engine::bad_id(const DeviceBatch& batch, std::uint64_t position) cons
   return {batch.table, bad, position, batch.rows};
 }
 
-// Waits for what send_keys() sent.
+// Waits for what group() has the device send.
 void Engine::settle(DeviceBatch& batch) {
   if (batch.settled) return;
-  batch.keys_on_host.wait();
+  if (batch.reported)
+    wait_for(reinterpret_cast<GroupReport*>(batch.keys_on_host.data())->grouped, batch.keys_on_host);
+  else
+    batch.keys_on_host.wait();
   if (batch.whole) {
     GroupHeader counts{};
     std::memcpy(&counts, batch.keys_on_host.data(), sizeof counts);
@@ -249,6 +275,12 @@ void Engine::reserve(CudaBatch& batch, std::uint64_t offset, std::uint64_t bytes
 void Engine::check(CudaBatch& batch) {
   auto& mine = dynamic_cast<DeviceBatch&>(batch);
   if (mine.count == 0) return;
+  if (mine.reported && !mine.settled) {
+    auto& report = *reinterpret_cast<GroupReport*>(mine.keys_on_host.data());
+    wait_for(report.looked, mine.keys_on_host);
+    if (report.header.bad_position != kNoBadId) throw bad_id(mine, report.header.bad_position);
+    return;
+  }
   if (!mine.bad_on_host) return settle(mine);
   mine.bad_on_host.wait();
   std::uint64_t bad = 0;
@@ -271,10 +303,10 @@ std::uint64_t Engine::pages_used(const CudaBatch& batch) const {
   std::uint64_t pages = 0;
   if (mine.pages_on_host) {
     std::memcpy(&pages, mine.pages_on_host.data(), sizeof pages);
-  } else if (mine.whole && mine.settled && mine.keys_on_host) {
+  } else if (mine.whole && mine.keys_on_host) {
     GroupHeader counts{};
     std::memcpy(&counts, mine.keys_on_host.data(), sizeof counts);
-    pages = counts.pages;
+    if (counts.bad_position == kNoBadId) pages = counts.pages;
   }
   return pages;
 }

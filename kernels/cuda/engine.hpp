@@ -17,6 +17,7 @@
 #include "base/error.hpp"
 #include "kernels/cuda.hpp"
 #include "kernels/cuda/device_batch.hpp"
+#include "kernels/cuda/group_ids.hpp"
 #include "kernels/cuda/link.hpp"
 #include "kernels/cuda/memory.hpp"
 #include "kernels/cuda/row_move.hpp"
@@ -36,6 +37,7 @@ class Engine final : public CudaEngine {
     cudaDeviceProp properties{};
     EMBERMAP_CUDA(cudaGetDeviceProperties(&properties, device));
     name_ = properties.name;
+    limits_ = group_limits(device);
   }
 
   int device() const noexcept override { return device_; }
@@ -48,9 +50,6 @@ class Engine final : public CudaEngine {
   void fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page, std::span<const std::uint32_t> frames,
              std::uint64_t offset, std::uint64_t bytes, ThreadPool& pool, CudaStream stream,
              const std::function<void()>& meanwhile) override;
-  void fetch_some(CudaBatch& batch, const FrameSource& source, std::span<const std::uint32_t> frames, const ThreadPool& pool,
-                  CudaStream stream) override;
-  bool of_all_threads(CudaStream stream) const noexcept override { return native(stream) != cudaStreamPerThread; }
   void check(CudaBatch& batch) override;
   HostKeys keys(CudaBatch& batch) override;
   std::uint64_t pages_used(const CudaBatch& batch) const override;
@@ -97,7 +96,11 @@ class Engine final : public CudaEngine {
   void check_ids(const std::int64_t* ids) const;
   std::unique_ptr<DeviceBatch> new_batch(const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                                          std::uint64_t rows_per_page, const char* call, CudaStream stream);
+  // Has the device group the ids and tell the host of it, with the keys if it will ask for them; `looked` as of group_ids().
+  void group(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows, bool keys,
+             const std::function<void()>& looked = {});
   void send_keys(DeviceBatch& batch, std::uint64_t most);
+  StagingPool::Lease report_for(std::uint64_t key_bytes, cudaStream_t stream);
   void settle(DeviceBatch& batch);  // throws RowIdError
   RowIdError bad_id(const DeviceBatch& batch, std::uint64_t position) const;
   void read_pages(DeviceBatch& batch, const GroupHeader& header, const PageEntry* entries, const PageEntry* first,
@@ -108,8 +111,7 @@ class Engine final : public CudaEngine {
   MoverCase case_of(const Stretch& stretch, bool fetch, const ThreadPool& pool) const;
   StagingPool::Lease send_ids(const std::int64_t* ids, std::uint64_t count, cudaStream_t stream);
   void gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                     const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool,
-                     const std::shared_ptr<CudaFlight>& behind);
+                     const FrameSource& source, std::byte* out, const std::shared_ptr<CudaFlight>& behind);
   void patch_from(const CudaFlight& behind, const KeyedRows& rows, std::uint64_t offset, std::uint64_t bytes,
                   cudaStream_t stream) const;
   void finish_fetch(const Stretch& stretch, const MoverWay& way, LinkLane& lane, ThreadPool& pool,
@@ -141,8 +143,9 @@ class Engine final : public CudaEngine {
   StagingPool& staging_ = shared_->staging;
   LinkLanes& lanes_ = shared_->lanes;
   std::string name_;
+  GroupLimits limits_;
   MoverModel model_;
-  // Counts the distinct pages of ids, good or bad, for pages_used().
+  // Has the device count the distinct pages of good ids, for pages_used().
   void count_pages(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
                    std::uint64_t rows_per_page);
   std::atomic<float> recent_distinct_{0};         // of the ids of the last large batch, those that were distinct

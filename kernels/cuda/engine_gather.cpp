@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <mutex>
 #include <thread>
 
@@ -15,7 +16,6 @@
 namespace embermap::gpu {
 
 namespace {
-constexpr std::uint64_t kFewIds = 4096;               // are fetched as they are, neither sorted nor made distinct
 constexpr std::uint64_t kMostEarlyBytes = 256 << 20;  // of a gather in which threads begin before the ids are sorted
 constexpr float kFewRepeat = 0.9F;                    // as large a part of the ids is distinct then
 }  // namespace
@@ -91,7 +91,12 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   const bool reaches = zero_copy(source);
   const MoverRate choice = model_.choose(
       {.fetch = true, .rows = count, .row_bytes = bytes, .pool_bytes = source.slab_bytes, .threads = pool.threads()});
-  const bool direct = reaches && count <= kFewIds;
+  // Few are fetched as they are, neither sorted nor made distinct. The largest page's number must be below 2^32 - 1.
+  StagingPool::Lease report;
+  if (reaches && count != 0 && count <= kMostFewIds && source.rows_per_page != 0 &&
+      rows / source.rows_per_page < std::numeric_limits<std::uint32_t>::max() - 1)
+    report = report_for(0, native(stream));
+  const bool direct = static_cast<bool>(report);
 
   auto batch = new_batch(ids, direct ? 0 : count, rows, source.rows_per_page, "gather", stream);
   DeviceBatch& mine = *batch;
@@ -106,7 +111,11 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   mine.bytes = bytes;
   mine.began = shared_->events.record(mine.stream);
   if (direct) {
-    gather_direct(mine, ids, count, rows, table, source, out, pool, behind);
+    mine.ids = ids;
+    mine.rows = rows;
+    mine.table = table;
+    mine.keys_on_host = std::move(report);
+    gather_direct(mine, ids, count, rows, source, out, behind);
     return batch;
   }
   mine.ids = ids;
@@ -127,9 +136,7 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
     lane->follow(mine.stream);
   }
   const auto enqueue = [&] {
-    group_ids(ids, static_cast<std::uint32_t>(head), rows, source.rows_per_page, mine.groups, mine.header, nullptr, pool_,
-              mine.stream);
-    send_keys(mine, lane != nullptr || !reaches ? head : 0);
+    group(mine, ids, head, rows, lane != nullptr || !reaches);
     need_rows(mine, offset, bytes, "gather");  // waits for the keys where rows are so many that it has to know how many
     if (lane != nullptr && !follows) lane->follow(mine.stream);
     if (!reaches) return;
@@ -139,7 +146,10 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
       move_from_frames(move_of(Stretch(mine, source, 0, {}), {}, lane), shape_of(choice.way), mine.stream);
       if (lane != nullptr) lane->has_kernel_on(mine.stream);
     }
-    count_pages(mine, ids, count, rows, source.rows_per_page);
+    if (tail != 0)
+      count_pages(mine, ids, count, rows, source.rows_per_page);
+    else
+      mine.uncounted_pages = true;  // they are in the header
   };
   if (tail != 0) {
     // One thread enqueues all that the device has to do, while the others look at the ids and begin.
@@ -155,7 +165,6 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
   const Stretch stretch(mine, source, 0, {});
   if (!reaches) {
     fetch_through_host(stretch, pool);
-    count_pages(mine, ids, count, rows, source.rows_per_page);
   } else if (lane != nullptr) {
     finish_fetch(stretch, choice.way, *lane, pool, {});
   } else {
@@ -174,23 +183,18 @@ std::unique_ptr<CudaBatch> Engine::gather(const std::int64_t* ids, std::uint64_t
 
 // Few ids: sorting them would take longer than fetching some of them twice.
 void Engine::gather_direct(DeviceBatch& batch, const std::int64_t* ids, std::uint64_t count, std::uint64_t rows,
-                           const std::string& table, const FrameSource& source, std::byte* out, ThreadPool& pool,
-                           const std::shared_ptr<CudaFlight>& behind) {
-  batch.ids_on_host = send_ids(ids, count, batch.stream);
-  batch.memory = DeviceBuffer(pool_, sizeof(unsigned long long), batch.stream);
-  batch.ids_on_host.wait();
-  const std::span on_host(reinterpret_cast<const std::int64_t*>(batch.ids_on_host.data()), count);
-  if (const auto bad = first_bad_id(on_host, rows, pool)) throw RowIdError(table, on_host[*bad], *bad, rows);
-  RowMove move = move_of(Stretch(batch, source, 0, {}), {}, nullptr);
-  move.places.keys = ids;
-  move.places.wide_keys = true;
-  move.working = out;
-  move.rows = count;
-  move_from_frames(move, {}, batch.stream);
+                           const FrameSource& source, std::byte* out, const std::shared_ptr<CudaFlight>& behind) {
+  RecordPlaces places = move_of(Stretch(batch, source, 0, {}), {}, nullptr).places;
+  places.keys = ids;
+  auto& report = *reinterpret_cast<GroupReport*>(batch.keys_on_host.data());
+  gather_few(places, static_cast<std::uint32_t>(count), rows, out, &report, batch.stream);
+  batch.keys_on_host.mark();
+  wait_for(report.looked, batch.keys_on_host);
+  if (report.header.bad_position != kNoBadId) throw bad_id(batch, report.header.bad_position);
   if (behind != nullptr)
     patch_from(*behind, {out, batch.bytes, ids, true, count, nullptr}, batch.offset, batch.bytes, batch.stream);
   batch.moved = {.batches = 1, .kernel_rows = count, .bytes = count * batch.bytes};
-  count_pages(batch, ids, count, rows, source.rows_per_page);
+  batch.uncounted_pages = true;
 }
 
 }  // namespace embermap::gpu

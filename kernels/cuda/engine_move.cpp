@@ -69,7 +69,7 @@ RowMove Engine::move_of(const Stretch& s, const DeviceBuffer& frames, LinkLane* 
           .working = s.working,
           .rows = s.rows(),
           .exact = batch.header != nullptr && batch.whole && !batch.settled ? &batch.header->movable : nullptr,
-          .claimed = lane != nullptr ? lane->claimed() : batch.memory.at<unsigned long long>(batch.claimed_at),
+          .claims = lane != nullptr ? lane->claims() : batch.groups.claims,
           .meeting = lane != nullptr ? lane->meeting() : nullptr};
 }
 
@@ -176,22 +176,6 @@ void Engine::fetch(CudaBatch& batch, const FrameSource& source, std::uint64_t fi
   check_source(mine, source, first_page, frames.size(), offset, bytes, "fetch");
   need_rows(mine, offset, bytes, "fetch");
   move_pages(mine, source, first_page, frames, true, pool, meanwhile);
-}
-
-void Engine::fetch_some(CudaBatch& batch, const FrameSource& source, std::span<const std::uint32_t> frames,
-                        const ThreadPool& pool, CudaStream stream) {
-  const ProfileRange range("embermap: fetch");
-  const ScopedDevice current(device_);
-  DeviceBatch& mine = with_rows(batch, stream, "fetch_some");
-  if (mine.count == 0) return;
-  check_source(mine, source, 0, frames.size(), mine.offset, mine.bytes, "fetch_some");
-  if (mine.whole || frames.size() != mine.pages.size() || !zero_copy(source))
-    throw InvalidArgument("fetch_some: not the frames of all pages, or not registered");
-  const Stretch stretch(mine, source, 0, frames);
-  const DeviceBuffer frames_there = send_frames(frames, mine.stream);  // freed behind the kernel
-  RowMove move = move_of(stretch, frames_there, nullptr);
-  move.places.some = true;
-  move_from_frames(move, shape_of(model_.choose_kernel(case_of(stretch, true, pool)).way), mine.stream);
 }
 
 void Engine::write_back(CudaBatch& batch, const FrameSource& source, std::uint64_t first_page,

@@ -205,8 +205,10 @@ LinkLane::LinkLane(const LinkShape& shape) : shape_{shape} {
     chunks_ = static_cast<std::byte*>(memory);
     EMBERMAP_CUDA(cudaHostAlloc(&memory, sizeof(MeetingPoint), cudaHostAllocPortable | cudaHostAllocMapped));
     meeting_ = new (memory) MeetingPoint{};
-    EMBERMAP_CUDA(cudaMalloc(&memory, sizeof *claimed_));
-    claimed_ = static_cast<unsigned long long*>(memory);
+    EMBERMAP_CUDA(cudaMalloc(&memory, sizeof *claims_));
+    claims_ = static_cast<MoveClaims*>(memory);
+    EMBERMAP_CUDA(cudaMemsetAsync(claims_, 0, sizeof *claims_, stream_));
+    EMBERMAP_CUDA(cudaStreamSynchronize(stream_));
     for (unsigned i = 0; i < shape.chunks; ++i) {
       cudaEvent_t event = nullptr;
       EMBERMAP_CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
@@ -225,7 +227,7 @@ void LinkLane::release() noexcept {
   if (stream_ != nullptr) check_teardown(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   if (kernel_ != nullptr) check_teardown(cudaEventSynchronize(kernel_), "cudaEventSynchronize");
   for (const cudaEvent_t event : events_) check_teardown(cudaEventDestroy(event), "cudaEventDestroy");
-  if (claimed_ != nullptr) check_teardown(cudaFree(claimed_), "cudaFree");
+  if (claims_ != nullptr) check_teardown(cudaFree(claims_), "cudaFree");
   if (meeting_ != nullptr) check_teardown(cudaFreeHost(meeting_), "cudaFreeHost");
   if (chunks_ != nullptr) check_teardown(cudaFreeHost(chunks_), "cudaFreeHost");
   for (const cudaEvent_t event : {order_, kernel_})

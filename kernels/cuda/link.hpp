@@ -42,7 +42,7 @@ class LinkLane {
   std::byte* chunk(std::uint64_t slot) const noexcept { return chunks_ + slot * shape_.chunk_bytes; }
   cudaEvent_t event(std::uint64_t slot) const noexcept { return events_[slot]; }
   MeetingPoint* meeting() const noexcept { return meeting_; }
-  unsigned long long* claimed() const noexcept { return claimed_; }
+  MoveClaims* claims() const noexcept { return claims_; }
 
   // What comes on the lane's stream waits for what was enqueued on `stream` until now, and the other way round.
   void follow(cudaStream_t stream);
@@ -64,7 +64,7 @@ class LinkLane {
   std::byte* chunks_ = nullptr;
   std::vector<cudaEvent_t> events_;
   MeetingPoint* meeting_ = nullptr;
-  unsigned long long* claimed_ = nullptr;
+  MoveClaims* claims_ = nullptr;
 };
 
 // Lanes of an engine, lent to one batch each. Thread-safe.

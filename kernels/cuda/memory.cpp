@@ -216,6 +216,19 @@ std::byte* StagingPool::Lease::data() const noexcept { return block_->data; }
 
 void StagingPool::Lease::mark() { EMBERMAP_CUDA(cudaEventRecord(block_->event, stream_)); }
 
+bool StagingPool::Lease::passed() const {
+  const RelaxedCapture relaxed;
+  const cudaError_t state = cudaEventQuery(block_->event);
+  if (state == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  check(state, "cudaEventQuery");
+  return true;
+}
+
+bool StagingPool::Lease::pinned() const noexcept { return block_->pinned; }
+
 void StagingPool::Lease::wait() { EMBERMAP_CUDA(cudaEventSynchronize(block_->event)); }
 
 void StagingPool::Lease::release() noexcept {

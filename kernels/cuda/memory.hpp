@@ -86,6 +86,8 @@ class StagingPool {
     // All that the stream is to do with this buffer so far has been enqueued; wait() waits for just that.
     void mark();
     void wait();
+    bool passed() const;           // whether wait() would return at once
+    bool pinned() const noexcept;  // else it is memory that the device does not reach
     // The stream has been waited for: the buffer is free at once when the lease ends.
     void settled() noexcept { settled_ = true; }
 

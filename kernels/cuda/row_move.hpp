@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "kernels/cuda.hpp"
+#include "kernels/cuda/group_ids.hpp"
 
 namespace embermap::gpu {
 
@@ -37,16 +37,15 @@ struct RecordPlaces {
   const std::uint32_t* slots;
   const std::uint32_t* frames;
   std::uint32_t first_page;
-  bool some = false;  // a frame may be kLeftOut: its rows are not moved
 };
 
 struct RowMove {
   RecordPlaces places;
-  std::byte* working;           // row r is at working + r * row_bytes
-  std::uint64_t rows;           // at most; arrays and `working` begin at the first
-  const std::uint64_t* exact;   // null, or how many there are (device memory)
-  unsigned long long* claimed;  // device memory, for the kernel's own use
-  MeetingPoint* meeting;        // null: the kernel moves all rows
+  std::byte* working;          // row r is at working + r * row_bytes
+  std::uint64_t rows;          // at most; arrays and `working` begin at the first
+  const std::uint64_t* exact;  // null, or how many there are (device memory)
+  MoveClaims* claims;          // device memory, of this kernel's alone until it has ended
+  MeetingPoint* meeting;       // null: the kernel moves all rows
   // To frames: not null, and row r comes from last_of + positions[starts[r + 1] - 1] * row_bytes instead, see IdGroups.
   const std::byte* last_of = nullptr;
   const std::uint32_t* positions = nullptr;
@@ -63,5 +62,12 @@ struct RowMoveShape {
 // Frames to working set, and back. Enqueue. With a meeting point: its host_low must be set before.
 void move_from_frames(const RowMove& move, const RowMoveShape& shape, cudaStream_t stream);
 void move_to_frames(const RowMove& move, const RowMoveShape& shape, cudaStream_t stream);
+
+// Frames of a whole table to rows of `out`, one for each id, of which there are at most kMostFewIds; the table's pages have
+// numbers below 2^32 - 1. `report`, all 0 before, is told whether ids are bad, and then nothing is moved; when all is done it has
+// the number of their distinct pages. `places.keys` are the ids. Enqueues.
+inline constexpr std::uint32_t kMostFewIds = 4096;
+void gather_few(const RecordPlaces& places, std::uint32_t count, std::uint64_t rows, std::byte* out, GroupReport* report,
+                cudaStream_t stream);
 
 }  // namespace embermap::gpu

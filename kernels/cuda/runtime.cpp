@@ -64,7 +64,11 @@ ScopedDevice::~ScopedDevice() {
   if (previous_ >= 0) check_teardown(cudaSetDevice(previous_), "cudaSetDevice");
 }
 
-OwnStream::OwnStream() { EMBERMAP_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+OwnStream::OwnStream(bool urgent) {
+  int priority = 0;
+  if (urgent) EMBERMAP_CUDA(cudaDeviceGetStreamPriorityRange(nullptr, &priority));
+  EMBERMAP_CUDA(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, priority));
+}
 
 OwnStream::~OwnStream() {
   if (in_forked_child()) return;

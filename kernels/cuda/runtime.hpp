@@ -58,11 +58,12 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// A stream of the current device's that waits for no other.
+// A stream of the current device's that waits for no other. `urgent`: its kernels come before those of other streams that have
+// not begun yet.
 class OwnStream {
  public:
-  OwnStream();   // throws CudaError
-  ~OwnStream();  // waits for it
+  explicit OwnStream(bool urgent = false);  // throws CudaError
+  ~OwnStream();                             // waits for it
   OwnStream(const OwnStream&) = delete;
   OwnStream& operator=(const OwnStream&) = delete;
   cudaStream_t get() const noexcept { return stream_; }

@@ -107,7 +107,9 @@ TEST_P(CudaGroupCount, PositionsOfEachIdAreFoundInOrder) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Edges, CudaGroupCount, testing::Values(0, 1, 31, 32, 33, 255, 256, 257, 2047, 2048, 2049, 65537, 1'000'003));
+INSTANTIATE_TEST_SUITE_P(Edges, CudaGroupCount,
+                         testing::Values(0, 1, 31, 32, 33, 255, 256, 257, 2047, 2048, 2049, 4096, 4097, 8192, 8193, 16385, 32769,
+                                         65536, 65537, 131072, 131073, 1'000'003));
 
 class CudaGroup : public GpuTest {};
 

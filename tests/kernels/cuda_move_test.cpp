@@ -284,7 +284,7 @@ class CudaMove : public GpuTest {
 
 TEST_F(CudaMove, CountsFromNoneToManyOfAllKinds) {
   Random random(1);
-  for (const std::uint64_t count : Values{0, 1, 31, 32, 33, 4096, 4097, 65'537})
+  for (const std::uint64_t count : Values{0, 1, 31, 32, 33, 4096, 4097, 8193, 16'385, 32'769, 65'536, 65'537})
     for (const Ids kind : {Ids::kUniform, Ids::kDistinct, Ids::kSorted, Ids::kAllEqual, Ids::kZipf}) {
       if (count < 4096 && kind != Ids::kUniform && kind != Ids::kDistinct) continue;
       check_whole({.rows = 70'001, .rows_per_page = 8, .stride = 132}, count, kind, {.offset = 0, .bytes = 132}, pool, random);
@@ -365,54 +365,6 @@ TEST_F(CudaMove, PagesInFramesChosenByLotInSeveralPasses) {
                 random);
     if (HasFatalFailure()) return;
   }
-}
-
-// Rows of pages that were not there at first come behind the others, which stay as they are.
-TEST_F(CudaMove, SomePagesComeBehindTheOthers) {
-  Random random(21);
-  for (const TableShape& shape :
-       {TableShape{.rows = 20'000, .rows_per_page = 8, .stride = 512},
-        TableShape{.rows = 9'000, .rows_per_page = 7, .stride = 149, .page_padding = 20, .slab_offset = 1}}) {
-    SCOPED_TRACE(testing::Message() << shape.rows << " rows of " << shape.stride);
-    SlabTable table(random, shape);
-    const PinnedRange pinned(table.slab(), table.bytes());
-    ASSERT_TRUE(pinned.registered()) << pinned.error();
-    const std::uint64_t bytes = shape.stride;
-    each_way(pool, [&] {
-      for (const std::uint64_t count : Values{1, 700, 12'000}) {
-        const std::vector<std::int64_t> ids = make_ids(Ids::kUniform, count, shape.rows, random);
-        const DeviceArray<std::int64_t> device(ids);
-        const DeviceArray<std::byte> out(count * bytes);
-        const auto batch = engine->make_batch(device.data(), count, shape.rows, shape.rows_per_page, "t", stream);
-        const std::vector<std::uint32_t> frames = table.frames(*batch);
-        std::vector<std::uint32_t> wrong = frames;
-        std::vector<std::uint32_t> rest(frames.size(), kLeftOut);
-        for (std::size_t page = 0; page < frames.size(); page += 1 + random() % 9) {
-          wrong[page] = frames.back();
-          rest[page] = frames[page];
-        }
-        engine->fetch(*batch, table.source(true), 0, wrong, 0, bytes, pool, stream);
-        engine->fetch_some(*batch, table.source(true), rest, pool, stream);
-        engine->expand(*batch, out.data(), stream);
-        engine->wait(stream);
-        ASSERT_EQ(first_difference(out.host(), rows_of(table, table.content(), ids, 0, bytes)), -1) << count << " ids";
-        expect_moved(engine->moved(*batch), batch->distinct, bytes);
-        // None and all of them.
-        engine->fetch_some(*batch, table.source(true), std::vector<std::uint32_t>(frames.size(), kLeftOut), pool, stream);
-        engine->fetch_some(*batch, table.source(true), frames, pool, stream);
-        engine->expand(*batch, out.data(), stream);
-        engine->wait(stream);
-        ASSERT_EQ(first_difference(out.host(), rows_of(table, table.content(), ids, 0, bytes)), -1) << count << " ids";
-        EXPECT_THROW(engine->fetch_some(*batch, table.source(false), frames, pool, stream), InvalidArgument);
-        EXPECT_THROW(engine->fetch_some(*batch, table.source(true), std::span(frames).first(frames.size() - 1), pool, stream),
-                     InvalidArgument);
-      }
-    });
-  }
-  const auto none = engine->make_batch(nullptr, 0, 10, 1, "t", stream);
-  EXPECT_NO_THROW(engine->fetch_some(*none, {}, {}, pool, stream));
-  EXPECT_TRUE(engine->of_all_threads(stream));
-  EXPECT_FALSE(engine->of_all_threads(CudaStream{cudaStreamPerThread}));
 }
 
 // A transfer must leave the one before it alone, whose kernel may still be on its way when all threads have done their part.
@@ -731,7 +683,7 @@ TEST_F(CudaMove, BadIdsAreNamedByTheFirstPositionAndNothingIsTouched) {
   const std::vector<std::byte> content = table.content();
   const DeviceArray<std::byte> out(20'000 * 64);
   each_way(pool, [&] {
-    for (const std::uint64_t count : Values{10, 4096, 4097, 20'000}) {
+    for (const std::uint64_t count : Values{10, 4096, 4097, 9'000, 20'000}) {
       const std::vector<std::int64_t> good = make_ids(Ids::kDistinct, count, kRows, random);
       const DeviceArray<std::int64_t> good_device(good);
       const std::vector<std::byte> untouched(count * 64, std::byte{0xA5});

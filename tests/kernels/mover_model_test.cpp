@@ -110,6 +110,19 @@ TEST(MoverModel, TakesTheFastestWayOfTheNearestCase) {
   EXPECT_EQ(model.choose(case_of(90'000, 600)).way, kBoth);
 }
 
+TEST(MoverModel, OfWaysAboutAsFastTheOneOfTheFewestBlocksIsTaken) {
+  constexpr MoverWay kFew{2, 1024, 4};
+  MoverModel model;
+  model.add({{.of = case_of(1000),
+              .rates = {{{16, 512, 4}, 100, 0.3}, {kFew, 97.5, 0.8}, {kBoth, 99, 0.5}, {{16, 512, 0}, 90, 0}, {kKernel, 88, 0}}},
+             {.of = case_of(100'000), .rates = {{{16, 512, 4}, 100, 0.3}, {kFew, 96, 0.8}, {kBoth, 96.5, 0.5}}},
+             {.of = case_of(100'000, 4096), .rates = {{{4, 256, 0}, 99, 0}, {kKernel, 100, 0}}}});
+  EXPECT_EQ(model.choose(case_of(1000)), (MoverRate{kFew, 97.5, 0.8}));
+  EXPECT_EQ(model.choose_kernel(case_of(1000)), (MoverRate{kKernel, 88, 0}));
+  EXPECT_EQ(model.choose(case_of(100'000)), (MoverRate{{16, 512, 4}, 100, 0.3}));
+  EXPECT_EQ(model.choose(case_of(100'000, 4096)), (MoverRate{kKernel, 100, 0}));  // as many blocks: the faster one
+}
+
 TEST(MoverModel, TheSizeOfThePoolCounts) {
   MoverModel model;
   model.add({one_way(case_of(100'000, 512, kGiB), kKernel), one_way(case_of(100'000, 512, 32 * kGiB), kBoth)});
