@@ -556,10 +556,8 @@ class Snapshot {
   void clone(const Look& moment, Source& source, const Geometry& geometry) {
     if (!clones_) return;
     const std::filesystem::path data_path = at(source.name + ".npy"), pages_path = at(source.name + ".pages");
-    auto [data, pages] = at_destination([&] {
-      return std::pair(TemporaryFile::create(data_path, /*overwrite=*/true, core_.ops),
-                       TemporaryFile::create(pages_path, /*overwrite=*/true, core_.ops));
-    });
+    TemporaryFile data = at_destination([&] { return TemporaryFile::create(data_path, /*overwrite=*/true, core_.ops); });
+    TemporaryFile pages = at_destination([&] { return TemporaryFile::create(pages_path, /*overwrite=*/true, core_.ops); });
     const File source_pages = File::open(core_.path / (source.name + ".pages"), File::Mode::kRead, core_.ops);
     reading(moment, [&] {
       clones_ =
