@@ -330,8 +330,12 @@ void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream st
     try {
       const auto hold = [&] {
         const ProfileRange range("embermap: hold pages");
-        return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access, {}, {},
-                                    early ? &*early : nullptr);
+        try {
+          return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access, {}, {},
+                                      early ? &*early : nullptr);
+        } catch (const NoFrames& none) {
+          none.rethrow_cause();
+        }
       }();
       device_pass(call, access, stream, [&] {
         if (early) early->settle(access, places);
