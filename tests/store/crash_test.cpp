@@ -14,12 +14,14 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <optional>
 #include <random>
 #include <string>
 
+#include "io/rows.hpp"
 #include "store/initializer.hpp"
 #include "tests/store/power_loss.hpp"
 #include "tests/store/store_fixture.hpp"
@@ -82,6 +84,7 @@ struct State {
   Models tables;
   std::uint64_t begun = 0, done = kNever;  // how many changes were recorded then; kNever: the call failed
   std::string what;
+  std::string note = {};  // of the commit
 };
 
 std::string compare_field(const Table& table, std::string_view field, const std::vector<float>& wanted) {
@@ -96,6 +99,8 @@ std::string compare_field(const Table& table, std::string_view field, const std:
 // Empty if the store is in that state, else the first thing that differs.
 std::string difference(Store& store, const State& state) {
   if (store.commit_number() != state.commit) return fmt::format("commit {}, not {}", store.commit_number(), state.commit);
+  if (const std::string note = store.last_commit().note; note != state.note)
+    return fmt::format("the note '{}', not '{}'", note, state.note);
   std::vector<std::string> names;
   for (const auto& [name, unused] : state.tables) names.push_back(name);
   if (store.tables() != names) return fmt::format("{} tables, not {}", store.tables().size(), names.size());
@@ -118,6 +123,23 @@ std::string damage(Store& store) {
       return fmt::format("{} bad pages in '{}'", bad, name);
   return {};
 }
+
+// Rows in memory, as a file would have them.
+class GivenRows final : public RowReader {
+ public:
+  GivenRows(std::vector<float> rows, std::uint64_t dim) : values_{std::move(rows)} {
+    dim_ = dim;
+    rows_ = values_.size() / dim;
+  }
+  std::string description() const override { return "given rows"; }
+  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
+    std::memcpy(out, values_.data() + first * dim_, count * dim_ * sizeof(float));
+  }
+  std::uint64_t block_rows() const override { return 7; }
+
+ private:
+  std::vector<float> values_;
+};
 
 // --- a session of training ------------------------------------------------------------------------
 
@@ -156,8 +178,56 @@ class Training {
     durably("remove " + name, call, std::move(committed));
   }
   void commit() {
+    const std::string note = random_() % 2 == 0 ? "" : fmt::format(R"({{"step":{}}})", random_() % 1000);
     durably(
-        "commit", [&] { store_.commit(); }, std::nullopt);
+        "commit", [&] { store_.commit(note); }, std::nullopt, note);
+  }
+  void materialize(const std::string& name) {
+    durably(
+        "materialize " + name, [&, table = store_.table(name)]() mutable { table.materialize(); }, std::nullopt);
+  }
+  // A table whose rows come from a file.
+  void import(const std::string& name, std::uint64_t rows, std::uint64_t dim) {
+    Model model{.dim = dim, .seed = random_(), .optimizer = Adagrad{.lr = 0.2}};
+    model.resize(rows);
+    model.weight = numbers(rows * dim);
+    const auto call = [&] {
+      GivenRows given(model.weight, dim);
+      store_.import(name, given, {.optimizer = model.optimizer, .seed = model.seed});
+      now_.insert_or_assign(name, model);
+    };
+    Models committed = last().tables;
+    committed.insert_or_assign(name, model);
+    durably("import " + name, call, std::move(committed));
+  }
+  // Rows of files, with their state.
+  void append_rows(const std::string& name, std::uint64_t rows) {
+    Model model = now_.at(name);
+    const std::uint64_t before = model.rows * model.dim;
+    model.resize(model.rows + rows);
+    GivenRows weights(numbers(rows * model.dim), model.dim), sums(numbers(rows * model.dim), model.dim);
+    Table::NewRows given{{"weight", &weights}};
+    weights.read(0, rows, reinterpret_cast<std::byte*>(model.weight.data() + before));
+    if (model.trained()) {
+      given.emplace("sum", &sums);
+      sums.read(0, rows, reinterpret_cast<std::byte*>(model.sum.data() + before));
+    }
+    Table table = store_.table(name);
+    resized("append rows to " + name, name, std::move(model), [&] { table.append_rows(given); });
+  }
+  // What others see beside the session is its last commit.
+  void look_beside() {
+    const std::filesystem::path store = store_.path();
+    if (!reader_ || random_() % 4 == 0)
+      reader_ = Store::open(store, {.mode = StoreOptions::Mode::kRead, .memory = kMemory, .threads = 1});
+    else
+      reader_->refresh();
+    EXPECT_EQ(difference(*reader_, last()), "") << "of a reader beside, after " << last().what;
+    if (random_() % 3 != 0) return;
+    const TemporaryDirectory folder(memory_folder());  // where nobody loses power
+    store_.snapshot(folder / "copy");
+    Store copy = Store::open(folder / "copy", {.mode = StoreOptions::Mode::kRead, .memory = kMemory, .threads = 1});
+    EXPECT_EQ(difference(copy, last()), "") << "of a snapshot, after " << last().what;
   }
   void append(const std::string& name, std::uint64_t rows) {
     Model model = now_.at(name);
@@ -229,6 +299,16 @@ class Training {
       now_.contains("c") ? remove("c") : create("c", 1 + random_() % 400, 3, {});
     else if (dice < 18 && now_.at(name).trained())
       change_lr(name);
+    else if (dice < 20)
+      append_rows(name, 1 + random_() % 90);
+    else if (dice < 21)
+      now_.contains("d") ? remove("d") : import("d", 1 + random_() % 300, 7);
+    else if (dice < 22)
+      store_.checkpoint();
+    else if (dice < 23)
+      materialize(name);
+    else if (dice < 26)
+      look_beside();
     else
       train();
   }
@@ -272,19 +352,21 @@ class Training {
     table.write(first, count, std::as_bytes(std::span(values)));
     std::copy(values.begin(), values.end(), model.weight.begin() + static_cast<std::ptrdiff_t>(first * model.dim));
   }
-  // `call` makes something durable: the tables `committed` if it takes no number, else all as they are then.
+  // `call` makes something durable: the tables `committed` if it takes no number, else all as they are then, with this note.
   template <class Call>
-  void durably(std::string what, Call call, std::optional<Models> committed) {
+  void durably(std::string what, Call call, std::optional<Models> committed, const std::string& note = {}) {
     const std::uint64_t begun = changes(), number = store_.commit_number();
+    const std::string before = states_.empty() ? "" : last().note;
     try {
       call();
     } catch (...) {
-      if (committed) states_.push_back({number, *committed, begun, kNever, what + ", which failed"});
-      states_.push_back({number + 1, now_, begun, kNever, what + ", which failed"});
+      if (committed) states_.push_back({number, *committed, begun, kNever, what + ", which failed", before});
+      states_.push_back({number + 1, now_, begun, kNever, what + ", which failed", note});
       throw;
     }
-    const bool all = !committed || store_.commit_number() != number;
-    states_.push_back({store_.commit_number(), all ? now_ : *std::move(committed), begun, changes(), std::move(what)});
+    const bool numbered = store_.commit_number() != number, all = !committed || numbered;
+    states_.push_back({store_.commit_number(), all ? now_ : *std::move(committed), begun, changes(), std::move(what),
+                       numbered ? note : before});
   }
   // A resize commits what there was, if there was anything, and then the new size.
   template <class Call>
@@ -295,8 +377,8 @@ class Training {
     const bool smaller = model.rows < before.at(name).rows;
     cut.at(name).resize(std::min(cut.at(name).rows, model.rows));
     after.at(name) = std::move(model);
-    const auto push = [&](std::uint64_t commit, const Models& tables, std::uint64_t done) {
-      states_.push_back({commit, tables, begun, done, what});
+    const auto push = [&, note = last().note](std::uint64_t commit, const Models& tables, std::uint64_t done) {
+      states_.push_back({commit, tables, begun, done, what, commit == number ? note : ""});
     };
     // A table becomes smaller before that is committed: forgotten rows do not come back.
     const auto push_steps = [&](bool both, std::uint64_t done) {
@@ -322,6 +404,7 @@ class Training {
   std::mt19937_64 random_;
   Models now_;
   std::vector<State> states_;
+  std::optional<Store> reader_;  // beside it
 };
 
 // --- crashes --------------------------------------------------------------------------------------
