@@ -1,4 +1,4 @@
-"""The interpreter ends while threads that nobody waits for are in calls: the process ends as others do."""
+"""The interpreter ends while threads that nobody waits for are in calls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import embermap as em
 import numpy as np
 import pytest
 
-# Threads in the same call again and again, and the interpreter's end at any moment of it. Where Python
-# ends such a thread, in the middle of C++ frames, the process is aborted.
+# Threads in the same call again and again, and the interpreter's end at any moment of it. Where
+# Python ends such a thread, in the middle of C++ frames, the process is aborted.
 CODE = """
 import faulthandler, itertools, os, sys, threading, time
 import numpy as np

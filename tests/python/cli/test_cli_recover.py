@@ -79,6 +79,7 @@ def test_recover_applies_what_was_committed(cli: Embermap, tmp_path: Path) -> No
         "path": str(store),
         "recovered": True,
         "reason": None,
+        "damaged_log": None,
         "pages": 21,
         "commit": 2,
     }
