@@ -385,7 +385,9 @@ void Store::Impl::note_settled(Manifest& manifest) const {
 }
 
 void Store::Impl::replace_manifest(Manifest manifest) {
-  ++manifest.revision;
+  // Not used again where saving fails: the file may have been replaced all the same, and what is committed from here on has to be
+  // newer than that.
+  manifest.revision = manifest_.revision = std::max(manifest.revision, manifest_.revision) + 1;
   note_settled(manifest);
   core_->manifest_file.save(manifest);
   manifest_ = std::move(manifest);
@@ -435,7 +437,7 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
   for (const auto& [name, table] : tables_)
     pending.manifest.tables.insert_or_assign(name, table->flush_and_sync(pending.manifest.commit));
   note_settled(pending.manifest);
-  ++pending.manifest.revision;
+  pending.manifest.revision = ++manifest_.revision;  // not used again, as in replace_manifest()
   pending.manifest.time = utc_now();
   pending.manifest.note = std::move(note);
   if (!core_->log) {

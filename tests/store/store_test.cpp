@@ -482,6 +482,69 @@ TEST_F(StoreTest, CreateThatFailsAnywhereLeavesTheStoreAsItWas) {
   EXPECT_EQ(snapshot(path()).size(), 7U);  // manifest, lock, log, two files a table
 }
 
+// A call that changes which tables there are fails at its n-th step, and the session goes on: what it commits then is what is
+// there after a crash, whatever of the call was on the disk.
+TEST_F(StoreTest, WhatIsCommittedAfterACallForATableHasFailedIsThereAfterACrash) {
+  const test::TemporaryDirectory quick(test::memory_folder());
+  std::map<std::string, int> failures;
+  for (const std::string what : {"create", "remove", "adopt", "checkpoint"}) {
+    for (int n = 0;; ++n) {
+      SCOPED_TRACE(fmt::format("{}, call {}", what, n));
+      ASSERT_LT(n, 100);
+      const std::filesystem::path folder = quick / "store", file = quick / "file.npy";
+      std::filesystem::remove_all(folder);
+      FailAt ops;
+      ops.once = true;
+      Store store = Store::open(folder, {.memory = 1 << 20, .write_behind = false, .file_ops = &ops});
+      for (const char* name : {"kept", "other"}) {
+        store.create(name, {.rows = 10, .dim = 2});
+        scatter(store.table(name), {3}, {1, 1});
+      }
+      store.commit();
+      write_text(file, format_npy_header("<f4", {}, 0, {10, 2}, 0) + std::string(80, '\0'));
+      ops.left = n;
+      bool failed = false;
+      try {
+        if (what == "create") store.create("new", {.rows = 10, .dim = 2});
+        if (what == "remove") store.remove("other");
+        if (what == "adopt") store.adopt("new", file, /*writable=*/true);
+        if (what == "checkpoint") store.checkpoint();
+      } catch (const IoError&) {
+        failed = true;
+        ++failures[what];
+      }
+      const bool reached = ops.left < 0;
+      ops.left = 1 << 30;
+      std::map<std::string, float> wanted;
+      std::uint64_t commit = 0;
+      try {
+        for (const std::string& name : store.tables()) {
+          Table table = store.table(name);
+          scatter(table, {3}, {7, 7});
+          wanted[name] = 7;
+        }
+        commit = store.commit();
+      } catch (const CorruptError& error) {  // a sync of the log or of what it applies to
+        EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
+        store.abandon();
+        continue;
+      }
+      EXPECT_EQ(commit, 2U);
+      store.abandon();
+      Store again = Store::open(folder, {.memory = 1 << 20});
+      EXPECT_EQ(again.commit_number(), commit);
+      std::map<std::string, float> found;
+      for (const std::string& name : again.tables()) found[name] = gather(again.table(name), {3})[0];
+      EXPECT_EQ(found, wanted);
+      if (!failed && !reached) break;
+    }
+  }
+  EXPECT_GT(failures["create"], 5);
+  EXPECT_GT(failures["remove"], 5);
+  EXPECT_GT(failures["adopt"], 4);
+  EXPECT_GT(failures["checkpoint"], 3);
+}
+
 TEST_F(StoreTest, WithoutALogACommitThatFailsSaysSoAndCanBeTriedAgainUnlessASyncFailed) {
   FailAt ops;
   int failures = 0, syncs = 0;
