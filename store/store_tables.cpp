@@ -161,10 +161,20 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   const auto shares = plan(*core_, manifest.tables);
   moment_ = Moment::settled(manifest_);
   auto table = open_table(name, entry);
-  apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
-  table->set_share(shares.at(name));
-  replace_manifest(std::move(manifest));
-  tables_.emplace(name, table);
+  try {
+    apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
+    table->set_share(shares.at(name));
+    replace_manifest(std::move(manifest));
+    tables_.emplace(name, table);
+  } catch (...) {
+    table->close(/*removed=*/true);  // the log knows it
+    try {
+      apply(plan(*core_, manifest_.tables));
+    } catch (const std::exception&) {
+      // The others go on with less memory.
+    }
+    throw;
+  }
   return Table(std::move(table));
 }
 
