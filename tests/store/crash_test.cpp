@@ -148,6 +148,7 @@ class Training {
  public:
   Training(Store store, const PowerLoss* loss, std::uint64_t seed, State state = {})
       : store_{std::move(store)}, loss_{loss}, random_{seed}, now_{state.tables} {
+    state.done = 0;  // whatever led to it: the store was opened so
     if (!state.tables.empty()) states_.push_back(std::move(state));
   }
 
