@@ -45,6 +45,7 @@
 #include "io/copy_file.hpp"
 #include "io/rows.hpp"
 #include "kernels/cuda.hpp"
+#include "python/gil.hpp"
 #include "store/store.hpp"
 #include "store/table.hpp"
 #include "store/table_archive.hpp"
@@ -148,13 +149,15 @@ T* pointer(std::uintptr_t address) {
 Progress progress_of(const nb::object& callback) {
   if (callback.is_none())
     return [](std::uint64_t, std::uint64_t) {
-      const nb::gil_scoped_acquire gil;
+      const WithGil gil;
       if (PyErr_CheckSignals() != 0) throw nb::python_error();
     };
   return [&callback](std::uint64_t done, std::uint64_t total) {
-    const nb::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw nb::python_error();
-    callback(done, total);
+    const WithGil gil;
+    or_sleep([&] {
+      if (PyErr_CheckSignals() != 0) throw nb::python_error();
+      callback(done, total);
+    });
   };
 }
 
@@ -188,7 +191,7 @@ void raise_io(const IoError& error) {
   raise(nb::handle(PyExc_OSError)(error.error_number(), text_of(text), path));
 }
 
-void translate(const std::exception_ptr& thrown, void*) {
+void translate_now(const std::exception_ptr& thrown) {
   try {
     std::rethrow_exception(thrown);
   } catch (const RowIdError& error) {
@@ -229,6 +232,11 @@ void translate(const std::exception_ptr& thrown, void*) {
   }
 }
 
+// Exceptions are made by Python code, in which a thread may lose the GIL.
+void translate(const std::exception_ptr& thrown, void*) {
+  or_sleep([&] { translate_now(thrown); });
+}
+
 // --- store ----------------------------------------------------------------------------------------------------------
 
 Store open_store(const std::filesystem::path& path, std::string_view mode, std::uint64_t memory, int device, unsigned threads,
@@ -261,7 +269,7 @@ Store open_store(const std::filesystem::path& path, std::string_view mode, std::
   options.log_limit = log_limit;
   options.autocommit = autocommit;
   options.pin = parse_pin(pin);
-  const nb::gil_scoped_release release;
+  const WithoutGil release;
   return Store::open(path, options);
 }
 
@@ -276,7 +284,7 @@ Table create_table(Store& store, std::string_view name, std::uint64_t rows, std:
                              .seed = seed,
                              .page_bytes = page_bytes,
                              .memory = memory};
-  const nb::gil_scoped_release release;
+  const WithoutGil release;
   return store.create(name, options);
 }
 
@@ -388,7 +396,7 @@ nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& so
   const std::string table_path = text_of(beside);
   std::vector<CopyResult> copied;
   const auto run = [&] {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     const std::vector<Remark> remarks = check_table_file(location, kToLook);
     TableImport job(location, table_path, options, into);
     Table table = job.run(store, name);
@@ -419,7 +427,7 @@ Report import_rows(Store& store, Table& table, const nb::bytes& source, const Dt
   options.append = append;
   std::vector<CopyResult> copied;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     const std::vector<Remark> remarks = check_table_file(location, kToLook);
     copied = import_into(store, table, location, options);
     copied.front().remarks.insert(copied.front().remarks.end(), remarks.begin(), remarks.end());
@@ -449,7 +457,7 @@ Report export_rows(Table& table, const nb::bytes& destination, const std::string
   options.attributes = {{"source", table_path}, {"commit", fmt::format("{}", commit)}};
   std::vector<CopyResult> copied;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     check_outside_stores(location.file);
     const auto origin_of = [&](const std::string& one) {
       RowOrigin out;
@@ -483,7 +491,7 @@ void export_all(const Table& table, const nb::bytes& destination, const std::opt
                          .memory = kTransferBytes,
                          .progress = progress_of(callback),
                          .before_finish = {}};
-  const nb::gil_scoped_release release;
+  const WithoutGil release;
   check_outside_stores(location.file);
   if (optimizer_state)
     export_torch_state(table, location, options);
@@ -496,7 +504,7 @@ Table import_all(Store& store, std::string_view name, const nb::bytes& source, c
   const Location location = parse_location(text_of(source), location_options(format, LocationOptions::Use::kRead));
   const std::string words = text_of(vocabulary);
   const Progress progress = progress_of(callback);
-  const nb::gil_scoped_release release;
+  const WithoutGil release;
   return import_table(store, name, location, words, kTransferBytes, progress);
 }
 
@@ -507,7 +515,7 @@ nb::tuple import_optimizer_state(Table& table, const nb::bytes& source, std::opt
   TorchStateReport report;
   {
     const Progress progress = progress_of(callback);
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     report = import_torch_state(table, location, parameter, kTransferBytes, progress);
   }
   return nb::make_tuple(report.parameter, nb::cast(report.fields), report.step);
@@ -545,7 +553,7 @@ Report stats_of(const Table& table) {
   PageIoReport io;
   DeviceStats d;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     s = table.stats();
     d = table.device_stats();
     io = table.io_report();
@@ -589,7 +597,7 @@ Report stats_of(const Table& table) {
 Report counters_of(const Table& table) {
   TableCounters c;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     c = table.counters();
   }
   Report out;
@@ -615,7 +623,7 @@ bool wait_for(const Prefetch& prefetch, std::optional<double> timeout) {
     const auto left = end ? std::max(*end - Clock::now(), Clock::duration::zero()) : kPiece;
     bool ended = false;
     {
-      const nb::gil_scoped_release release;
+      const WithoutGil release;
       ended = prefetch.wait(std::min<std::chrono::nanoseconds>(left, kPiece));
     }
     if (ended) return true;
@@ -639,7 +647,7 @@ nb::list ranges_of(const std::vector<PageRange>& ranges) {
 
 void accept(Table& table, const nb::object& callback) {
   const Progress progress = progress_of(callback);
-  const nb::gil_scoped_release release;
+  const WithoutGil release;
   table.accept(progress);
 }
 
@@ -647,7 +655,7 @@ Report repair_from(Table& table, const Table& backup, const nb::object& callback
   RepairReport report;
   {
     const Progress progress = progress_of(callback);
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     report = table.repair_from(backup, progress);
   }
   Report out;
@@ -662,7 +670,7 @@ Report verify(Table& table, const nb::object& callback) {
   VerifyReport report;
   {
     const Progress progress = progress_of(callback);
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     report = table.verify(progress);
   }
   const nb::list bad = ranges_of(report.bad);
@@ -706,7 +714,7 @@ void bind_options(nb::module_& m) {
 }
 
 void bind_table(nb::module_& m) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<WithoutGil>;
   nb::class_<Prefetch>(m, "Prefetch")
       .def("cancel", &Prefetch::cancel, Release())
       .def("wait", &wait_for, "timeout"_a.none())
@@ -857,7 +865,7 @@ void bind_table(nb::module_& m) {
           "materialize",
           [](Table& t, const nb::object& callback) {
             const Progress progress = progress_of(callback);
-            const nb::gil_scoped_release release;
+            const WithoutGil release;
             t.materialize(progress);
           },
           "progress"_a.none())
@@ -880,7 +888,7 @@ Report take_snapshot(Store& store, const std::filesystem::path& destination, con
   SnapshotReport report;
   {
     const Progress progress = progress_of(callback);
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     report = store.snapshot(destination, progress);
   }
   Report out;
@@ -894,7 +902,7 @@ Report take_snapshot(Store& store, const std::filesystem::path& destination, con
 }
 
 void bind_store(nb::module_& m) {
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<WithoutGil>;
   nb::class_<Store>(m, "Store")
       .def_static(
           "open", &open_store,
@@ -926,7 +934,7 @@ void bind_store(nb::module_& m) {
           "adopt",
           [](Store& s, std::string_view name, const std::filesystem::path& file, bool writable, const Dtype& dtype) {
             const std::optional<DType> wanted = dtype_of(dtype);
-            const nb::gil_scoped_release release;
+            const WithoutGil release;
             return s.adopt(name, file, writable, wanted);
           },
           nb::sig("def adopt(self, name: str, file: str | os.PathLike[str], writable: bool, dtype: str | None) -> Table"),
@@ -943,7 +951,7 @@ void bind_store(nb::module_& m) {
           [](const Store& store) {
             std::vector<CommitInfo> commits;
             {
-              const nb::gil_scoped_release release;
+              const WithoutGil release;
               commits = store.commits();
             }
             nb::list list;
@@ -960,7 +968,11 @@ void bind_store(nb::module_& m) {
       .def(
           "log_stats",
           [](const Store& store) {
-            const LogStats stats = store.log_stats();
+            LogStats stats;
+            {
+              const WithoutGil release;
+              stats = store.log_stats();
+            }
             nb::dict dict;
             dict["limit"] = stats.limit;
             dict["bytes"] = stats.bytes;
@@ -984,7 +996,7 @@ class FileRows {
   FileRows(const nb::bytes& source, const Reading& reading) {
     const Location location = source_of(source, reading);
     const ReadOptions options = reading_of(reading);
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     reader_ = open_rows(location, options);
     of_store_ = check_table_file(location, kToLook);
   }
@@ -1002,7 +1014,7 @@ class FileRows {
   nb::list remarks() {
     std::vector<Remark> found;
     {
-      const nb::gil_scoped_release release;
+      const WithoutGil release;
       const std::lock_guard lock(mutex_);
       found = open().remarks();
       found.insert(found.end(), of_store_.begin(), of_store_.end());
@@ -1011,7 +1023,7 @@ class FileRows {
   }
   void read(std::uint64_t first, std::uint64_t count, const WritableBytes& out) {
     const std::span<std::byte> to = bytes_of(out);
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     const std::lock_guard lock(mutex_);
     RowReader& reader = open();
     if (first > reader.rows() || count > reader.rows() - first ||
@@ -1020,7 +1032,7 @@ class FileRows {
     reader.read(first, count, to.data());
   }
   void close() {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     const std::lock_guard lock(mutex_);
     reader_.reset();
   }
@@ -1040,7 +1052,7 @@ nb::list list_file(const nb::bytes& file, const std::optional<std::string>& form
   const Location location = parse_location(text_of(file), location_options(format, LocationOptions::Use::kRead));
   std::vector<Entry> entries;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     entries = list_entries(location.file, location.format);
   }
   nb::list out;
@@ -1073,7 +1085,7 @@ Report convert_file(const nb::bytes& source_text, const nb::bytes& destination_t
   options.progress = progress_of(callback);
   std::vector<CopyResult> copied;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     check_not_source(source.file, destination);
     check_outside_stores(destination.file);
     const std::vector<Remark> remarks = check_table_file(source, kToLook);
@@ -1106,7 +1118,7 @@ class FileWriter {
     const Location location = parse_location(text_of(destination), location_options(format, LocationOptions::Use::kWrite));
     const DType type = parse_dtype(dtype);
     const std::string named = text_of(vocabulary);
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     check_outside_stores(location.file);
     words_ = std::make_unique<WordTransfer>(WordTransfer::Options{.vocabulary = named,
                                                                   .destination_has_words = format_has_words(location.format),
@@ -1119,20 +1131,20 @@ class FileWriter {
   }
   void write(const Bytes& rows) {
     const std::span<const std::byte> bytes = bytes_of(rows);
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     if (!writer_) throw ClosedError("the file is closed");
     if (bytes.size() % row_bytes_ != 0)
       throw InvalidArgument(fmt::format("{} bytes are no rows of {}", bytes.size(), row_bytes_));
     writer_->write(bytes.size() / row_bytes_, bytes.data());
   }
   void finish() {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     if (!writer_) throw ClosedError("the file is closed");
     writer_->finish();
     writer_.reset();
   }
   void close() {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     writer_.reset();
   }
 
@@ -1151,7 +1163,7 @@ std::pair<std::uint64_t, std::uint64_t> convert_bytes(const Bytes& in, std::stri
     throw InvalidArgument(fmt::format("{} bytes of {} do not become {} of {}", in.size(), from, out.size(), to));
   ConversionReport report;
   {
-    const nb::gil_scoped_release release;
+    const WithoutGil release;
     convert_elements(source, bytes_of(in).data(), target, bytes_of(out).data(), count, report);
   }
   return {report.became_infinite, report.became_zero};
@@ -1191,7 +1203,7 @@ NB_MODULE(_core, m) {
   nb::register_exception_translator(translate);
 
   m.def("version", [] { return EMBERMAP_VERSION; });
-  using Release = nb::call_guard<nb::gil_scoped_release>;
+  using Release = nb::call_guard<WithoutGil>;
   m.def("cuda_devices", &cuda_devices, Release());
   m.def("cuda_absence", &cuda_absence, Release());
   m.def("parse_size", &parse_size, "text"_a);

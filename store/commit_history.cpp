@@ -101,6 +101,20 @@ std::vector<CommitInfo> newest(const std::map<std::uint64_t, CommitInfo>& commit
   return kept;
 }
 
+// What the log and the manifest know of commits up to the manifest's takes the place of what the file has of them: that may have
+// been brought back from another copy of the store. A commit of before there were times knows nothing.
+void put_known(std::map<std::uint64_t, CommitInfo>& commits, std::span<const CommitInfo> logged, const Manifest& manifest) {
+  const auto put = [&](const CommitInfo& commit) {
+    if (commit.number > manifest.commit || commit.number == 0) return;
+    if (commit.time.empty())
+      commits.emplace(commit.number, commit);
+    else
+      commits.insert_or_assign(commit.number, commit);
+  };
+  for (const CommitInfo& commit : logged) put(commit);
+  put(info_of(manifest));
+}
+
 }  // namespace
 
 std::vector<CommitInfo> commits_in_log(const std::filesystem::path& log, FileOps& ops) {
@@ -154,13 +168,7 @@ std::vector<CommitInfo> read_history(const std::filesystem::path& store, const M
   // The log first: what leaves it afterwards is in the file before.
   const std::vector<CommitInfo> logged = commits_in_log(store / kLogName, ops);
   Found found = read_file(store / kHistoryName, manifest.commit, ops);
-  for (const CommitInfo& commit : logged)
-    if (commit.number <= manifest.commit) found.commits.insert_or_assign(commit.number, commit);
-  // A manifest of before there were times does not take away what the file knows.
-  if (!manifest.time.empty())
-    found.commits.insert_or_assign(manifest.commit, info_of(manifest));
-  else if (manifest.commit != 0)
-    found.commits.emplace(manifest.commit, info_of(manifest));
+  put_known(found.commits, logged, manifest);
   return newest(found.commits);
 }
 
@@ -171,12 +179,11 @@ void CommitHistory::load(const Manifest& manifest, std::span<const CommitInfo> l
   file_lines_ = found.lines;
   stale_ = found.others;
   written_ = found.commits.empty() ? 0 : found.commits.rbegin()->first;
-  const std::uint64_t lines = found.commits.size();
-  for (const CommitInfo& commit : logged) found.commits.emplace(commit.number, commit);
-  // What the file lacks in the middle has to be put there.
-  stale_ =
-      stale_ || static_cast<std::uint64_t>(std::distance(found.commits.begin(), found.commits.upper_bound(written_))) != lines;
-  if (manifest.commit != 0) found.commits.emplace(manifest.commit, info_of(manifest));
+  const auto in_file = found.commits;
+  put_known(found.commits, logged, manifest);
+  // What the file lacks in the middle, or has of another history, has to be put right.
+  const auto end = found.commits.upper_bound(written_);
+  stale_ = stale_ || !std::equal(in_file.begin(), in_file.end(), found.commits.begin(), end);
   for (const CommitInfo& commit : newest(found.commits)) push(commit);
 }
 

@@ -419,7 +419,12 @@ void EvictingPages::make_room(const Wanted& wanted, Access access, std::uint64_t
       auto dirty = policy_->upcoming(std::min(reach, most), active_.oldest());
       dirty.push_back(index);
       keep_dirty(dirty);
-      write(dirty, lock);
+      try {
+        write(dirty, lock);
+      } catch (const Error&) {
+        if (access != Access::kRead) throw;
+        throw NoFrames(std::current_exception());
+      }
     } else {
       ++counts_.evictions;
       forget(index, /*evicted=*/true);

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -24,6 +25,18 @@ enum class Access : std::uint8_t {
   kRead,
   kWrite,
   kPrefetch  // as kRead, for a batch that is still to come: a promise, see promisable()
+};
+
+// What HotPages::hold() throws with Access::kRead where the frames that it could have are dirty and what is in them cannot be
+// written: the disk is full, or the store takes no writes any more. Reading needs neither: the pages can be read past the frames.
+class NoFrames final : public std::exception {
+ public:
+  explicit NoFrames(std::exception_ptr cause) : cause_{std::move(cause)} {}
+  const char* what() const noexcept override { return "dirty pages cannot be written to make room for others"; }
+  [[noreturn]] void rethrow_cause() const { std::rethrow_exception(cause_); }
+
+ private:
+  std::exception_ptr cause_;
 };
 
 // Thread safety: all members may be called from several threads. Residency is decided under one lock; reading misses and copying
@@ -78,7 +91,7 @@ class HotPages {
   // Makes pages[i] resident in frame frame_of[i] and holds it; pages may repeat. Misses are read together. With Access::kWrite
   // the pages are marked dirty here, before anyone can change them: a dirty mark cannot be lost. nullopt, and nothing done, if
   // there are more distinct pages than frames. Waits while other holds leave too few frames. Throws what PageFile::read and write
-  // throw; nothing is held then.
+  // throw, or NoFrames; nothing is held then.
   // `replaced` (empty, or one flag for each of `pages`): the caller will write every
   // row of the page, so that a page that is not in memory is neither read nor generated; the hold's replaced() says that it was
   // done.

@@ -178,6 +178,7 @@ void Store::Impl::look(bool accept_unclean) {
           core_->view ? Moment(in_file, manifest_, core_->view->applied(), core_->view->commit()) : Moment::settled(manifest_);
       std::exception_ptr mixed;
       try {
+        check_moments(*core_, moment_, manifest_);
         open_tables();
       } catch (const MomentError&) {
         mixed = std::current_exception();
@@ -234,6 +235,12 @@ RecoveryPlan Store::Impl::plan_recovery(const std::filesystem::path& path, std::
   core.unclean = plan.unclean;
   const Moment moment =
       view ? Moment(in_file, manifest, view->applied(), std::max(view->commit(), manifest.commit)) : Moment::settled(manifest);
+  try {
+    check_moments(core, moment, manifest);
+  } catch (const MomentError& error) {
+    plan.mixed = error.what();
+    plan.unclean = true;
+  }
   for (const auto& [name, entry] : manifest.tables) {
     try {
       if (entry.adopted) check_adopted(core, name, entry);
@@ -242,11 +249,7 @@ RecoveryPlan Store::Impl::plan_recovery(const std::filesystem::path& path, std::
       check_header(read_npy_header(data), data.path(), Schema(entry.dim, entry.dtype, entry.optimizer), entry, resized);
       check_length(data, entry);
       const PageLedger ledger = open_ledger(core, name, entry);
-      check_moment(core, moment, name, entry, ledger.number());
       if (entry.adopted) check_unchanged(core, name, entry, data, ledger);
-    } catch (const MomentError& error) {
-      if (plan.mixed.empty()) plan.mixed = error.what();
-      plan.unclean = true;
     } catch (const Error& error) {
       if (plan.pages.contains(name)) throw;  // nothing is opened then: its committed pages would be lost
       plan.broken.emplace(name, error.what());
@@ -263,6 +266,7 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
     if (core.unclean) core.mark.set(commit);
   };
   if (core.durability == Durability::kNone && !is_there(path)) {
+    check_moments(core, Moment::settled(manifest), manifest);
     keep_refusing(manifest.commit);
     if (manifest.log) {  // it is gone, which has been accepted
       manifest.log = false;
@@ -288,16 +292,8 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
   const Manifest in_file = manifest;
   if (log.found()) manifest = newer_manifest(std::move(manifest), log.found()->manifest, core.path);
   core.history.load(manifest, log.found() ? commits_in_log(path, core.ops) : std::vector<CommitInfo>());
-  // Before anything is written, of all tables: those of which the log has nothing as well.
-  const Moment moment(in_file, manifest, log.applied(), manifest.commit);
-  for (const auto& [name, entry] : manifest.tables) {
-    std::optional<PageLedger::Number> number;
-    try {
-      number = PageLedger::read_number(File::open(core.path / (name + ".pages"), File::Mode::kRead, core.ops));
-    } catch (const Error&) {  // it is broken, which is told of below, or when it is asked for
-    }
-    if (number) check_moment(core, moment, name, entry, *number);
-  }
+  const Moment moment(in_file, manifest, log.applied(), manifest.commit);  // before anything is written
+  check_moments(core, moment, manifest);
   // Pages go to the files before anything else looks at those: a resize may have been committed, and the files not have it yet.
   struct Recovered {
     Schema schema;
@@ -339,6 +335,17 @@ Manifest Store::Impl::recover(StoreCore& core, const StoreOptions& options, Mani
   }
   core.logged = core.log.get();
   return manifest;
+}
+
+void Store::Impl::check_moments(StoreCore& core, const Moment& moment, const Manifest& manifest) {
+  for (const auto& [name, entry] : manifest.tables) {
+    std::optional<PageLedger::Number> number;
+    try {
+      number = PageLedger::read_number(File::open(core.path / (name + ".pages"), File::Mode::kRead, core.ops));
+    } catch (const Error&) {  // it is broken, which whoever asks for the table is told
+    }
+    if (number) check_moment(core, moment, name, entry, *number);
+  }
 }
 
 void Store::Impl::check_moment(StoreCore& core, const Moment& moment, const std::string& name, const TableEntry& entry,

@@ -40,6 +40,7 @@ bool Store::writable() const { return impl_->core()->writable; }
 std::uint64_t Store::commit_number() const { return impl_->core()->commit.load(); }
 std::uint64_t Store::memory() const { return impl_->core()->memory; }
 LogStats Store::log_stats() const { return impl_->log_stats(); }
+const std::filesystem::path& Store::damaged_log() const { return impl_->core()->damaged_log; }
 int Store::device() const { return impl_->core()->device; }
 
 Table Store::create(std::string_view name, const TableOptions& options) { return impl_->create(name, options); }

@@ -164,6 +164,9 @@ class Store {
   std::uint64_t memory() const;
   int device() const;
   LogStats log_stats() const;
+  // Where accept_unclean has put a redo log neither of whose headers was whole: redo.log.damaged in the store's directory, or
+  // with a number behind that where there are such files of before. Empty: there was none.
+  const std::filesystem::path& damaged_log() const;
 
   // Names: letters, digits, '_', '-', '.', and any character beyond ASCII; not beginning with '.' or '-'; at most 200 bytes.
   // Durable when it returns.

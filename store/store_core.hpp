@@ -223,7 +223,8 @@ struct StoreCore {
   const bool checks_pages;    // false where tables are taken as they are, and cannot be resealed
   const bool accept_changed;  // by others: adopted files
   const bool accept_unclean;
-  bool unclean = false;  // pages were written after the last commit, and that is accepted
+  bool unclean = false;               // pages were written after the last commit, and that is accepted
+  std::filesystem::path damaged_log;  // that was put aside; empty: none was
   const std::uint64_t memory;
   const Replacement replacement;
   const bool write_behind;

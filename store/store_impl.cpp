@@ -34,17 +34,34 @@ void delete_unless_forked(T* object, pid_t process) noexcept {
   if (getpid() == process) delete object;
 }
 
-// A log without a whole header is of no use to embermap; to somebody else its records may be.
-void put_damaged_log_aside(const std::filesystem::path& store, FileOps& ops) {
-  const std::filesystem::path log = store / kLogName, aside = store / kDamagedLogName;
-  if (!is_there(log)) return;
+// A log without a whole header is of no use to embermap; to somebody else its records may be. Returns where it is then, which is
+// no file's name of one put aside before; empty: it was not put aside.
+std::filesystem::path put_damaged_log_aside(const std::filesystem::path& store, FileOps& ops) {
+  const std::filesystem::path log = store / kLogName;
+  if (!is_there(log)) return {};
   try {
     (void)read_log_header(File::open(log, File::Mode::kRead, ops));
-    return;  // it was cut: what it still has counts
+    return {};  // it was cut: what it still has counts
   } catch (const CorruptError&) {
   }
-  if (ops.rename(log.c_str(), aside.c_str()) != 0) throw IoError(errno, "rename", log);
+  std::filesystem::path aside = store / kDamagedLogName;
+  for (unsigned number = 1; ops.rename_new(log.c_str(), aside.c_str()) != 0; ++number) {
+    if (errno != EEXIST) throw IoError(errno, "rename", log);
+    aside = store / fmt::format("{}.{}", kDamagedLogName, number);
+  }
   sync_directory(store, ops);
+  return aside;
+}
+
+// Whether a session without a log ended with pages written after the store's last commit, `commit`: that of the manifest's file,
+// or the log's last one, which is made this.
+bool has_unclean_end(const std::filesystem::path& store, std::uint64_t& commit, FileOps& ops) {
+  if (!UncommittedMark::present(store, commit, ops)) return false;
+  try {
+    for (const CommitInfo& logged : commits_in_log(store / kLogName, ops)) commit = std::max(commit, logged.number);
+  } catch (const Error&) {  // a log that cannot be read is told of, or accepted, elsewhere
+  }
+  return UncommittedMark::present(store, commit, ops);
 }
 
 // Creates the directory if it is free; true if this call made it.
@@ -134,15 +151,16 @@ std::shared_ptr<Store::Impl> Store::Impl::open(const std::filesystem::path& path
         (void)read_log_header(File::open(absolute / kLogName, File::Mode::kRead, ops));  // says it
       throw log_error(absolute / kLogName, log_lost, manifest.commit);
     }
-    if (!log_lost.empty()) put_damaged_log_aside(absolute, ops);
-    const bool unclean =
-        !log_lost.empty() || (options.mode != Mode::kRead && UncommittedMark::present(absolute, manifest.commit));
-    if (unclean && !options.accept_unclean) throw unclean_end(absolute, manifest.commit, "a session ended without commit");
+    const std::filesystem::path aside = log_lost.empty() ? std::filesystem::path() : put_damaged_log_aside(absolute, ops);
+    std::uint64_t commit = manifest.commit;
+    const bool unclean = !log_lost.empty() || (options.mode != Mode::kRead && has_unclean_end(absolute, commit, ops));
+    if (unclean && !options.accept_unclean) throw unclean_end(absolute, commit, "a session ended without commit");
 
     std::shared_ptr<StoreCore> core(new StoreCore(absolute, options, ops),
                                     [](StoreCore* gone) { delete_unless_forked(gone, gone->process); });
     core->manifest_file.is_saved(manifest.revision);
     core->unclean = unclean;
+    core->damaged_log = aside;
     if (core->writable) manifest = recover(*core, options, std::move(manifest));
     std::shared_ptr<Impl> impl(new Impl(core, std::move(lock), std::move(manifest)));
     core->owner = impl;
@@ -367,7 +385,9 @@ void Store::Impl::note_settled(Manifest& manifest) const {
 }
 
 void Store::Impl::replace_manifest(Manifest manifest) {
-  ++manifest.revision;
+  // Not used again where saving fails: the file may have been replaced all the same, and what is committed from here on has to be
+  // newer than that.
+  manifest.revision = manifest_.revision = std::max(manifest.revision, manifest_.revision) + 1;
   note_settled(manifest);
   core_->manifest_file.save(manifest);
   manifest_ = std::move(manifest);
@@ -417,7 +437,7 @@ std::optional<Store::Impl::PendingCommit> Store::Impl::begin_commit(bool even_un
   for (const auto& [name, table] : tables_)
     pending.manifest.tables.insert_or_assign(name, table->flush_and_sync(pending.manifest.commit));
   note_settled(pending.manifest);
-  ++pending.manifest.revision;
+  pending.manifest.revision = ++manifest_.revision;  // not used again, as in replace_manifest()
   pending.manifest.time = utc_now();
   pending.manifest.note = std::move(note);
   if (!core_->log) {

@@ -65,6 +65,9 @@ class Store::Impl : public std::enable_shared_from_this<Store::Impl> {
   // Moment::check(), unless what it finds is to be accepted: then the store counts as unclean.
   static void check_moment(StoreCore& core, const Moment& moment, const std::string& name, const TableEntry& entry,
                            const PageLedger::Number& number);
+  // The same of all tables, those whose other files cannot be opened as well: before anything else is made of any of them, so
+  // that whoever opens the store is told the same.
+  static void check_moments(StoreCore& core, const Moment& moment, const Manifest& manifest);
   // Has the manifest say so, or that it has none; durable.
   void note_log(bool has_commits);
   // Brings a reader to the last commit: log, manifest and files as they were at one moment.

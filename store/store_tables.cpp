@@ -161,10 +161,20 @@ Table Store::Impl::add(const std::string& name, const TableEntry& entry) {
   const auto shares = plan(*core_, manifest.tables);
   moment_ = Moment::settled(manifest_);
   auto table = open_table(name, entry);
-  apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
-  table->set_share(shares.at(name));
-  replace_manifest(std::move(manifest));
-  tables_.emplace(name, table);
+  try {
+    apply(shares);  // the others make room; their dirty pages may have to be written, which can fail
+    table->set_share(shares.at(name));
+    replace_manifest(std::move(manifest));
+    tables_.emplace(name, table);
+  } catch (...) {
+    table->close(/*removed=*/true);  // the log knows it
+    try {
+      apply(plan(*core_, manifest_.tables));
+    } catch (const std::exception&) {
+      // The others go on with less memory.
+    }
+    throw;
+  }
   return Table(std::move(table));
 }
 
@@ -256,6 +266,29 @@ Table Store::Impl::import(std::string_view name, RowReader& reader, TableOptions
   return complete(std::string(name), entry, std::move(files));
 }
 
+namespace {
+
+// Throws InvalidArgument for the file of another store's table: what it has of rows is in that store's log and page file as well,
+// and its writer knows of no other.
+void check_no_table_file(const std::filesystem::path& store, const std::filesystem::path& file) {
+  const std::filesystem::path around = store_around(file);
+  std::error_code error;
+  if (around.empty() || std::filesystem::equivalent(around, store, error)) return;
+  std::map<std::string, TableEntry, std::less<>> tables;
+  try {
+    tables = Manifest::load(around).tables;
+  } catch (const Error&) {  // no store that anybody can open
+    return;
+  }
+  for (const auto& [name, entry] : tables)
+    if (!entry.adopted && std::filesystem::equivalent(around / (name + ".npy"), file, error))
+      throw InvalidArgument(
+          fmt::format("{} belongs to table '{}' of the store {}, which alone may use it; open that store, or import the table",
+                      printable(file), printable(name), printable(around)));
+}
+
+}  // namespace
+
 Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path& file, bool writable,
                          std::optional<DType> dtype) {
   const std::string name(name_view);
@@ -274,6 +307,7 @@ Table Store::Impl::adopt(std::string_view name_view, const std::filesystem::path
     if ((known.adopted && std::filesystem::equivalent(*known.adopted, path, error)) ||
         (!known.adopted && std::filesystem::equivalent(data_path(other), path, error)))
       throw AlreadyExists(fmt::format("{} is the file of table '{}' already", printable(path), printable(other)));
+  check_no_table_file(core_->path, path);
 
   const File data = File::open(path, File::Mode::kRead, core_->ops);
   const FileStamp stamp = stamp_of(data);  // before anything of it is read

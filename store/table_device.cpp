@@ -239,7 +239,11 @@ void TableImpl::for_device_passes(DeviceCall& call, Access access, CudaStream st
     try {
       const auto hold = [&] {
         const ProfileRange range("embermap: hold pages");
-        return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
+        try {
+          return pages_in_memory.hold(std::span(batch.pages).subspan(first, count), places, access);
+        } catch (const NoFrames& none) {
+          none.rethrow_cause();
+        }
       }();
       device_pass(call, access, stream, [&] { body(source, first, places, {}); });
     } catch (const std::exception& error) {

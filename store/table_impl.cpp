@@ -240,8 +240,15 @@ void TableImpl::gather(std::span<const std::int64_t> ids, std::span<std::byte> o
   // More pages than frames.
   const auto lock = alone();
   const auto rows = checked_ids(ids);  // there may be fewer rows than a moment ago
-  for (; at < rows.size(); at += kGatherBlock)
-    gather_in_passes(rows.subspan(at, std::min(kGatherBlock, rows.size() - at)), out.data() + at * field.bytes, field);
+  for (; at < rows.size(); at += kGatherBlock) {
+    const auto block = rows.subspan(at, std::min(kGatherBlock, rows.size() - at));
+    std::byte* const to = out.data() + at * field.bytes;
+    try {
+      gather_in_passes(block, to, field);
+    } catch (const NoFrames&) {
+      gather_past(block, to, field);
+    }
+  }
   rows_gathered_ += ids.size();
 }
 
@@ -262,7 +269,13 @@ bool TableImpl::gather_block(std::span<const std::uint64_t> ids, std::byte* out,
   std::vector<std::uint64_t> pages(ids.size());
   pages_of(ids, pages);
   std::vector<std::uint32_t> frames(ids.size());
-  const auto hold = pages_in_memory.hold(pages, frames, Access::kRead);
+  std::optional<HotPages::Hold> hold;
+  try {
+    if (auto held = pages_in_memory.hold(pages, frames, Access::kRead)) hold.emplace(std::move(*held));
+  } catch (const NoFrames&) {
+    gather_past(ids, out, field);
+    return true;
+  }
   if (!hold) return false;
   std::vector<const std::byte*> rows(ids.size());
   core_->compute.parallel_for(ids.size(), kGrain, [&](std::uint64_t begin, std::uint64_t end) {

@@ -225,6 +225,8 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   // False, and nothing done, if the rows take more pages than there are frames.
   bool gather_block(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
   void gather_in_passes(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
+  // Past the hot pages: those of the rows that are not in memory are read and forgotten (table_scan.cpp).
+  void gather_past(std::span<const std::uint64_t> ids, std::byte* out, const Field& field);
 
   // Calls body(step) for consecutive pages [first_page, end_page) in steps, several at a time on I/O threads (table_scan.cpp).
   struct ScanStep;

@@ -10,6 +10,7 @@
 #include "base/aligned_buffer.hpp"
 #include "base/checked.hpp"
 #include "io/checksum.hpp"
+#include "kernels/rows.hpp"
 #include "store/table_impl.hpp"
 
 namespace embermap {
@@ -153,6 +154,47 @@ void TableImpl::read(std::uint64_t first, std::uint64_t count, std::span<std::by
                    rows, field.bytes);
     }
   });
+}
+
+void TableImpl::gather_past(std::span<const std::uint64_t> ids, std::byte* out, const Field& field) {
+  const Geometry& geometry = entry_.geometry;
+  const Batch batch = make_batch(ids, core_->compute);
+  std::vector<std::uint64_t> page_of(batch.keys.size());
+  pages_of(batch.keys, page_of);
+  HotPages& pages_in_memory = hot();
+  ScanBuffer scratch(geometry, page_of.size(), core_->transfer_bytes());
+  std::vector<std::uint64_t> pages;
+  std::vector<std::uint32_t> frames;
+  std::vector<PageBuffer> reads;
+  std::vector<const std::byte*> rows;
+  for (std::size_t first = 0; first < page_of.size();) {
+    // As many rows as lie on the pages that there is room for.
+    std::size_t end = first;
+    pages.clear();
+    for (; end < page_of.size(); ++end) {
+      if (end != first && page_of[end] == pages.back()) continue;
+      if (pages.size() == scratch.pages()) break;
+      pages.push_back(page_of[end]);
+    }
+    // As in read(): what is read from the file is as old as what is in memory.
+    const auto reading = reading_rows();
+    frames.assign(pages.size(), HotPages::kAbsent);
+    const HotPages::Hold hold = pages_in_memory.hold_resident(pages, frames, Access::kRead);
+    reads.clear();
+    for (std::size_t i = 0; i < pages.size(); ++i)
+      if (frames[i] == HotPages::kAbsent) reads.push_back({pages[i], scratch.page(i)});
+    file_->read(reads);
+    rows.clear();
+    for (std::size_t row = first, page = 0; row < end; ++row) {
+      if (page_of[row] != pages[page]) ++page;
+      const std::byte* const memory =
+          frames[page] == HotPages::kAbsent ? scratch.page(page) : pages_in_memory.frame(frames[page]);
+      rows.insert(rows.end(), batch.starts[row + 1] - batch.starts[row],
+                  memory + (batch.keys[row] - pages[page] * geometry.rows_per_page) * geometry.stride + field.offset);
+    }
+    gather_rows_to(rows, std::span(batch.positions).subspan(batch.starts[first], rows.size()), field.bytes, out, core_->compute);
+    first = end;
+  }
 }
 
 void TableImpl::write(std::uint64_t first, std::uint64_t count, std::span<const std::byte> rows, std::string_view field_name) {

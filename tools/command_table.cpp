@@ -146,17 +146,20 @@ int recover(const Arguments& arguments, const Common& common) {
     store.emplace(Store::open(path.store, options));
   }
   const std::uint64_t commit = store->commit_number();
+  const std::filesystem::path aside = store->damaged_log();
   store->close();
   if (common.json)
     print_json({{"path", json_text(path.store.native())},
                 {"recovered", reason.has_value() || pages != 0},
                 {"reason", reason ? Json(json_text(*reason)) : Json(nullptr)},
+                {"damaged_log", aside.empty() ? Json(nullptr) : Json(json_text(aside.native()))},
                 {"pages", pages},
                 {"commit", commit}});
   else if (!common.quiet)
     print(fmt::format("{}: {}\n", printable(path.store),
-                      reason       ? fmt::format("took the tables as they were: {}", *reason)
-                      : pages != 0 ? fmt::format("at commit {}; {} pages went from the log to the tables", commit, grouped(pages))
+                      reason       ? fmt::format("took the tables as they were: {}{}", *reason,
+                                           aside.empty() ? "" : fmt::format("; it is kept as {}", printable(aside)))
+                            : pages != 0 ? fmt::format("at commit {}; {} pages went from the log to the tables", commit, grouped(pages))
                                    : "nothing to recover"));
   return kDone;
 }

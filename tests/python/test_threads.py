@@ -38,6 +38,8 @@ beside = {
     "writable": lambda: table.writable,
     "fields": lambda: table.fields,
     "stats": lambda: table.stats(),
+    "stats of store": lambda: store.stats(),
+    "commits": lambda: store.commits(),
     "written_pages": lambda: core.written_pages,
     "gather": lambda: table.gather([1, 2]),
     "scatter": lambda: table.scatter([1], np.ones((1, 16), np.float32)),

@@ -80,6 +80,23 @@ class Adopted : public test::StoreTest, public testing::WithParamInterface<Durab
 INSTANTIATE_TEST_SUITE_P(Durability, Adopted, testing::Values(Durability::kCommit, Durability::kNone),
                          [](const auto& each) { return std::string(durability_name(each.param)); });
 
+TEST_P(Adopted, IsNoTableOfAnotherStore) {
+  Store other = Store::open(directory_ / "other", {.memory = 1 << 20});
+  other.create("u", {.rows = kRows, .dim = kDim});
+  test::write_text(directory_ / "other" / "free.npy", npy(3));
+  Store store = open_now();
+  const std::filesystem::path file = directory_ / "other" / "u.npy", link = directory_ / "link.npy";
+  std::filesystem::create_symlink(file, link);
+  const auto before = test::snapshot(path());
+  for (const auto& path : {file, link})
+    for (const bool writable : {true, false})
+      EXPECT_THAT(test::message_of<InvalidArgument>([&] { store.adopt("v", path, writable); }),
+                  AllOf(HasSubstr("u.npy belongs to table 'u' of the store"), HasSubstr("open that store")));
+  EXPECT_EQ(test::snapshot(path()), before);
+  // What merely lies in its directory is no table's.
+  EXPECT_EQ(test::gather(store.adopt("w", directory_ / "other" / "free.npy"), {0})[0], 3.0F);
+}
+
 TEST_P(Adopted, AFileThatOthersChangedIsTheOnlyTableThatIsRefused) {
   const std::vector<std::pair<const char*, std::function<void()>>> changes{
       {"edited in place", [&] { edit(file_); }},

@@ -14,12 +14,14 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <numeric>
 #include <optional>
 #include <random>
 #include <string>
 
+#include "io/rows.hpp"
 #include "store/initializer.hpp"
 #include "tests/store/power_loss.hpp"
 #include "tests/store/store_fixture.hpp"
@@ -82,6 +84,7 @@ struct State {
   Models tables;
   std::uint64_t begun = 0, done = kNever;  // how many changes were recorded then; kNever: the call failed
   std::string what;
+  std::string note = {};  // of the commit
 };
 
 std::string compare_field(const Table& table, std::string_view field, const std::vector<float>& wanted) {
@@ -96,6 +99,8 @@ std::string compare_field(const Table& table, std::string_view field, const std:
 // Empty if the store is in that state, else the first thing that differs.
 std::string difference(Store& store, const State& state) {
   if (store.commit_number() != state.commit) return fmt::format("commit {}, not {}", store.commit_number(), state.commit);
+  if (const std::string note = store.last_commit().note; note != state.note)
+    return fmt::format("the note '{}', not '{}'", note, state.note);
   std::vector<std::string> names;
   for (const auto& [name, unused] : state.tables) names.push_back(name);
   if (store.tables() != names) return fmt::format("{} tables, not {}", store.tables().size(), names.size());
@@ -119,6 +124,23 @@ std::string damage(Store& store) {
   return {};
 }
 
+// Rows in memory, as a file would have them.
+class GivenRows final : public RowReader {
+ public:
+  GivenRows(std::vector<float> rows, std::uint64_t dim) : values_{std::move(rows)} {
+    dim_ = dim;
+    rows_ = values_.size() / dim;
+  }
+  std::string description() const override { return "given rows"; }
+  void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
+    std::memcpy(out, values_.data() + first * dim_, count * dim_ * sizeof(float));
+  }
+  std::uint64_t block_rows() const override { return 7; }
+
+ private:
+  std::vector<float> values_;
+};
+
 // --- a session of training ------------------------------------------------------------------------
 
 // Changes a store and its model alike. `loss` counts what it does to files; nullptr: nobody counts.
@@ -126,6 +148,7 @@ class Training {
  public:
   Training(Store store, const PowerLoss* loss, std::uint64_t seed, State state = {})
       : store_{std::move(store)}, loss_{loss}, random_{seed}, now_{state.tables} {
+    state.done = 0;  // whatever led to it: the store was opened so
     if (!state.tables.empty()) states_.push_back(std::move(state));
   }
 
@@ -142,7 +165,7 @@ class Training {
       store_.create(name, {.rows = rows, .dim = dim, .optimizer = optimizer, .init = model.init, .seed = model.seed});
       now_.insert_or_assign(name, model);
     };
-    Models committed = last().tables;
+    Models committed = certain();
     committed.insert_or_assign(name, model);
     durably("create " + name, call, std::move(committed));
   }
@@ -151,13 +174,62 @@ class Training {
       store_.remove(name);
       now_.erase(name);
     };
-    Models committed = last().tables;
+    Models committed = certain();
     committed.erase(name);
     durably("remove " + name, call, std::move(committed));
   }
   void commit() {
+    const std::string note = random_() % 2 == 0 ? "" : fmt::format(R"({{"step":{}}})", random_() % 1000);
     durably(
-        "commit", [&] { store_.commit(); }, std::nullopt);
+        "commit", [&] { store_.commit(note); }, std::nullopt, note);
+  }
+  void materialize(const std::string& name) {
+    durably(
+        "materialize " + name, [&, table = store_.table(name)]() mutable { table.materialize(); }, std::nullopt);
+  }
+  // A table whose rows come from a file.
+  void import(const std::string& name, std::uint64_t rows, std::uint64_t dim) {
+    Model model{.dim = dim, .seed = random_(), .optimizer = Adagrad{.lr = 0.2}};
+    model.resize(rows);
+    model.weight = numbers(rows * dim);
+    const auto call = [&] {
+      GivenRows given(model.weight, dim);
+      store_.import(name, given, {.optimizer = model.optimizer, .seed = model.seed});
+      now_.insert_or_assign(name, model);
+    };
+    Models committed = certain();
+    committed.insert_or_assign(name, model);
+    durably("import " + name, call, std::move(committed));
+  }
+  // Rows of files, with their state.
+  void append_rows(const std::string& name, std::uint64_t rows) {
+    Model model = now_.at(name);
+    const std::uint64_t before = model.rows * model.dim;
+    model.resize(model.rows + rows);
+    GivenRows weights(numbers(rows * model.dim), model.dim), sums(numbers(rows * model.dim), model.dim);
+    Table::NewRows given{{"weight", &weights}};
+    weights.read(0, rows, reinterpret_cast<std::byte*>(model.weight.data() + before));
+    if (model.trained()) {
+      given.emplace("sum", &sums);
+      sums.read(0, rows, reinterpret_cast<std::byte*>(model.sum.data() + before));
+    }
+    Table table = store_.table(name);
+    resized("append rows to " + name, name, std::move(model), [&] { table.append_rows(given); });
+  }
+  // What others see beside the session is its last commit.
+  void look_beside() {
+    if (last().done == kNever) return;  // of a call that failed, others may see this or that
+    const std::filesystem::path store = store_.path();
+    if (!reader_ || random_() % 4 == 0)
+      reader_ = Store::open(store, {.mode = StoreOptions::Mode::kRead, .memory = kMemory, .threads = 1});
+    else
+      reader_->refresh();
+    EXPECT_EQ(difference(*reader_, last()), "") << "of a reader beside, after " << last().what;
+    if (random_() % 3 != 0) return;
+    const TemporaryDirectory folder(memory_folder());  // where nobody loses power
+    store_.snapshot(folder / "copy");
+    Store copy = Store::open(folder / "copy", {.mode = StoreOptions::Mode::kRead, .memory = kMemory, .threads = 1});
+    EXPECT_EQ(difference(copy, last()), "") << "of a snapshot, after " << last().what;
   }
   void append(const std::string& name, std::uint64_t rows) {
     Model model = now_.at(name);
@@ -214,6 +286,18 @@ class Training {
         }
     }
   }
+  // What changes which tables there are, or how many rows they have.
+  void change_tables() {
+    const std::string name = any_table();
+    switch (random_() % 6) {
+      case 0: return append(name, 1 + random_() % 60);
+      case 1: return resize(name, std::max<std::uint64_t>(1, now_.at(name).rows / 2 + random_() % (now_.at(name).rows + 1)));
+      case 2: return now_.contains("c") ? remove("c") : create("c", 1 + random_() % 400, 3, {});
+      case 3: return append_rows(name, 1 + random_() % 90);
+      case 4: return now_.contains("d") ? remove("d") : import("d", 1 + random_() % 300, 7);
+      default: return store_.checkpoint();
+    }
+  }
   // Anything, in the shares in which it happens.
   void step() {
     const std::uint64_t dice = random_() % 100;
@@ -229,13 +313,25 @@ class Training {
       now_.contains("c") ? remove("c") : create("c", 1 + random_() % 400, 3, {});
     else if (dice < 18 && now_.at(name).trained())
       change_lr(name);
+    else if (dice < 20)
+      append_rows(name, 1 + random_() % 90);
+    else if (dice < 21)
+      now_.contains("d") ? remove("d") : import("d", 1 + random_() % 300, 7);
+    else if (dice < 22)
+      store_.checkpoint();
+    else if (dice < 23)
+      materialize(name);
+    else if (dice < 26)
+      look_beside();
     else
       train();
   }
   // After a call that failed in the middle: of a batch that needs more pages than there are frames, a part may be done.
   void believe_the_store() {
+    std::erase_if(now_, [&](const auto& item) { return !store_.contains(item.first); });
     for (auto& [name, model] : now_) {
       const Table table = store_.table(name);
+      model.rows = table.rows();
       model.weight = read_all(table);
       if (model.trained()) model.sum = read_all(table, "sum");
       model.step = table.step();
@@ -243,6 +339,13 @@ class Training {
   }
 
  private:
+  // What is committed of the tables that there are, as far as calls that returned tell.
+  Models certain() const {
+    const auto done = std::find_if(states_.rbegin(), states_.rend(), [](const State& state) { return state.done != kNever; });
+    Models tables = done == states_.rend() ? Models() : done->tables;
+    std::erase_if(tables, [&](const auto& item) { return !now_.contains(item.first); });
+    return tables;
+  }
   std::uint64_t changes() const { return loss_ == nullptr ? 0 : loss_->count(); }
   std::string any_table() {
     auto at = now_.begin();
@@ -272,31 +375,33 @@ class Training {
     table.write(first, count, std::as_bytes(std::span(values)));
     std::copy(values.begin(), values.end(), model.weight.begin() + static_cast<std::ptrdiff_t>(first * model.dim));
   }
-  // `call` makes something durable: the tables `committed` if it takes no number, else all as they are then.
+  // `call` makes something durable: the tables `committed` if it takes no number, else all as they are then, with this note.
   template <class Call>
-  void durably(std::string what, Call call, std::optional<Models> committed) {
+  void durably(std::string what, Call call, std::optional<Models> committed, const std::string& note = {}) {
     const std::uint64_t begun = changes(), number = store_.commit_number();
+    const std::string before = states_.empty() ? "" : last().note;
     try {
       call();
     } catch (...) {
-      if (committed) states_.push_back({number, *committed, begun, kNever, what + ", which failed"});
-      states_.push_back({number + 1, now_, begun, kNever, what + ", which failed"});
+      if (committed) states_.push_back({number, *committed, begun, kNever, what + ", which failed", before});
+      states_.push_back({number + 1, now_, begun, kNever, what + ", which failed", note});
       throw;
     }
-    const bool all = !committed || store_.commit_number() != number;
-    states_.push_back({store_.commit_number(), all ? now_ : *std::move(committed), begun, changes(), std::move(what)});
+    const bool numbered = store_.commit_number() != number, all = !committed || numbered;
+    states_.push_back({store_.commit_number(), all ? now_ : *std::move(committed), begun, changes(), std::move(what),
+                       numbered ? note : before});
   }
   // A resize commits what there was, if there was anything, and then the new size.
   template <class Call>
   void resized(const std::string& what, const std::string& name, Model model, Call call) {
     const std::uint64_t begun = changes(), number = store_.commit_number();
     const Models before = now_;
-    Models after = now_, cut = last().tables;
+    Models after = now_, cut = certain();
     const bool smaller = model.rows < before.at(name).rows;
     cut.at(name).resize(std::min(cut.at(name).rows, model.rows));
     after.at(name) = std::move(model);
-    const auto push = [&](std::uint64_t commit, const Models& tables, std::uint64_t done) {
-      states_.push_back({commit, tables, begun, done, what});
+    const auto push = [&, note = last().note](std::uint64_t commit, const Models& tables, std::uint64_t done) {
+      states_.push_back({commit, tables, begun, done, what, commit == number ? note : ""});
     };
     // A table becomes smaller before that is committed: forgotten rows do not come back.
     const auto push_steps = [&](bool both, std::uint64_t done) {
@@ -308,6 +413,8 @@ class Training {
       call();
     } catch (...) {
       push_steps(true, kNever);
+      if (store_.commit_number() == number + 1 && store_.table(name).rows() == before.at(name).rows)
+        push(number + 1, before, changes());
       push(number + 1, after, kNever);
       push(number + 2, after, kNever);
       throw;
@@ -322,6 +429,7 @@ class Training {
   std::mt19937_64 random_;
   Models now_;
   std::vector<State> states_;
+  std::optional<Store> reader_;  // beside it
 };
 
 // --- crashes --------------------------------------------------------------------------------------
@@ -578,11 +686,13 @@ TEST_F(CrashTest, AFailedCallLosesNoCommit) {
     try {
       for (int i = 0; i < 40; ++i) {
         try {
-          random() % 4 == 0 ? training.commit() : training.train();
+          random() % 4 == 0 ? training.commit() : random() % 2 == 0 ? training.train() : training.change_tables();
         } catch (const IoError& error) {
           EXPECT_TRUE(error.error_number() == EIO || error.error_number() == ENOSPC) << error.what();
           ++failed;
           training.believe_the_store();
+        } catch (const AlreadyExists&) {
+          // a file that a call which failed could not remove
         }
       }
     } catch (const CorruptError& error) {  // after a sync that failed, or half of a batch, nothing but what was committed before

@@ -92,6 +92,25 @@ TEST_F(DamagedLogTest, WithoutAHeaderIsPutAside) {
   EXPECT_EQ(open(1 << 20).table("t").verify().bad_pages, 0U);
 }
 
+TEST_F(DamagedLogTest, IsPutAsideBesideThoseOfBefore) {
+  make();
+  std::map<std::string, std::string> kept;
+  for (const char* name : {"redo.log.damaged", "redo.log.damaged.1", "redo.log.damaged.2"}) {
+    if (!kept.empty()) {
+      Store store = open(1 << 20);
+      EXPECT_EQ(store.damaged_log(), std::filesystem::path());
+      scatter(store.table("t"), {5}, std::vector<float>(128, static_cast<float>(kept.size())));
+      store.commit();
+      store.abandon();
+    }
+    for (const std::uint64_t slot : {0U, 4096U}) damage(slot, std::string(88, static_cast<char>('x' + kept.size())));
+    kept.emplace(name, test::file_text(log()));
+    const Store store = Store::open(path(), {.memory = 1 << 20, .accept_unclean = true});
+    EXPECT_EQ(store.damaged_log(), path() / name);
+    for (const auto& [file, bytes] : kept) EXPECT_EQ(test::file_text(path() / file), bytes) << file;
+  }
+}
+
 TEST_F(DamagedLogTest, APageOfItThatIsDamagedIsLeftOutWhereThatIsWanted) {
   make();
   // The last page before the last commit's record.

@@ -280,8 +280,15 @@ TEST_F(HotPagesTest, FailedWriteBackKeepsTheDirtyPages) {
   ops_.fail_writes = true;
   std::vector<std::uint64_t> pages{5};
   std::vector<std::uint32_t> frames(1);
-  EXPECT_NE(test::message_of<IoError>([&] { (void)hot.hold(pages, frames, Access::kRead); }).find("No space left"),
-            std::string::npos);
+  for (const Access access : {Access::kWrite, Access::kPrefetch})
+    EXPECT_NE(test::message_of<IoError>([&] { (void)hot.hold(pages, frames, access); }).find("No space left"), std::string::npos);
+  // Whoever reads can do without, and has the reason.
+  try {
+    (void)hot.hold(pages, frames, Access::kRead);
+    ADD_FAILURE() << "there was no frame";
+  } catch (const NoFrames& none) {
+    EXPECT_NE(test::message_of<IoError>([&] { none.rethrow_cause(); }).find("No space left"), std::string::npos);
+  }
   EXPECT_EQ(hot.counts().dirty, 2U);
   EXPECT_THAT(resident(hot), testing::UnorderedElementsAre(0U, 1U));
   ops_.fail_writes = false;
@@ -593,7 +600,7 @@ TEST_F(HotPagesTest, WriteBehindThatFailsIsMetByWhoeverNeedsAFrame) {
   ops_.fail_writes = true;
   std::vector<std::uint64_t> pages{5, 6, 7, 8};
   std::vector<std::uint32_t> frames(4);
-  for (int i = 0; i < 3; ++i) EXPECT_THROW((void)hot.hold(pages, frames, Access::kRead), IoError);
+  for (int i = 0; i < 3; ++i) EXPECT_THROW((void)hot.hold(pages, frames, Access::kRead), NoFrames);
   EXPECT_EQ(hot.counts().dirty, 4U);
   ops_.fail_writes = false;
   use(hot, {5, 6, 7, 8});

@@ -5,8 +5,11 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 
+#include <sys/uio.h>
+
 #include <array>
 #include <bit>
+#include <cerrno>
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
@@ -25,7 +28,8 @@ using testing::AllOf;
 using testing::HasSubstr;
 using Mode = StoreOptions::Mode;
 
-constexpr std::array<const char*, 6> kFiles{"embermap.json", "redo.log", "a.npy", "a.pages", "b.npy", "b.pages"};
+constexpr std::array<const char*, 8> kFiles{"embermap.json", "redo.log", "a.npy",         "a.pages",
+                                            "b.npy",         "b.pages",  "commits.jsonl", "UNCOMMITTED"};
 
 // All that two tables hold, weights and state.
 using Rows = std::vector<std::vector<float>>;
@@ -57,6 +61,12 @@ class MixedFilesTest : public test::StoreTest {
     moments_.push_back({name, store.commit_number()});
     if (!commits_.contains(store.commit_number())) commits_.emplace(store.commit_number(), rows_of(store));
   }
+  // A moment at which the store is refused.
+  void keep_refused(const std::string& name) {
+    EXPECT_THROW(open(1 << 20, Mode::kRead), CorruptError);
+    std::filesystem::copy(path(), at(name));
+    moments_.push_back({name, 0});
+  }
   // A step of Adagrad for some rows, others in each commit; `tables` of "ab".
   static void change(Store& store, std::string_view tables, std::int64_t first, std::int64_t end) {
     for (const char name : tables) {
@@ -84,12 +94,19 @@ class MixedFilesTest : public test::StoreTest {
     return store;
   }
 
-  // "commit 3", or why it was refused; a failure of the test where it is neither.
-  std::string outcome(const std::string& where, const std::function<Rows(std::uint64_t&)>& look) {
+  static std::string history_of(const Store& store) {
+    std::string text;
+    for (const CommitInfo& commit : store.commits()) text += fmt::format(", {} {} {}", commit.number, commit.time, commit.note);
+    return text;
+  }
+
+  // "commit 3" and what the store says of its commits, or why it was refused; a failure of the test where it is neither.
+  std::string outcome(const std::string& where, const std::function<Rows(std::uint64_t&, std::string&)>& look) {
     std::uint64_t commit = 0;
+    std::string history;
     Rows rows;
     try {
-      rows = look(commit);
+      rows = look(commit, history);
     } catch (const CorruptError& error) {
       return fmt::format("refused: {}", error.what());
     } catch (const FormatError& error) {
@@ -101,7 +118,7 @@ class MixedFilesTest : public test::StoreTest {
     // A store is at commit 0 with and without its tables: nothing of them was ever committed.
     const bool right = known != commits_.end() && (rows == known->second || (commit == 0 && rows.empty()));
     EXPECT_TRUE(right) << where << ": rows of no commit, as commit " << commit;
-    return right ? fmt::format("commit {}", commit) : "WRONG";
+    return right ? fmt::format("commit {}{}", commit, history) : "WRONG";
   }
 
   // One mix, opened in all ways. The outcome of a writer, which all others share.
@@ -111,24 +128,27 @@ class MixedFilesTest : public test::StoreTest {
     {
       const auto store = mixed(most, other, which);
       const auto before = test::snapshot(store);
-      seen["r"] = outcome(where + ", r", [&](std::uint64_t& commit) {
+      seen["r"] = outcome(where + ", r", [&](std::uint64_t& commit, std::string& history) {
         const Store reader = open_at(store, Mode::kRead);
         commit = reader.commit_number();
+        history = history_of(reader);
         return rows_of(reader);
       });
-      seen["verify"] = outcome(where + ", verify", [&](std::uint64_t& commit) {
+      seen["verify"] = outcome(where + ", verify", [&](std::uint64_t& commit, std::string& history) {
         Store reader = open_at(store, Mode::kRead);
         commit = reader.commit_number();
+        history = history_of(reader);
         for (const std::string& name : reader.tables())
           if (reader.table(name).verify().bad_pages != 0) throw CorruptError("bad pages");
         return rows_of(reader);
       });
       const auto copy = at("copy");
       std::filesystem::remove_all(copy);
-      seen["snapshot"] = outcome(where + ", snapshot", [&](std::uint64_t& commit) {
+      seen["snapshot"] = outcome(where + ", snapshot", [&](std::uint64_t& commit, std::string& history) {
         open_at(store, Mode::kRead).snapshot(copy);
         const Store reader = open_at(copy, Mode::kRead);
         commit = reader.commit_number();
+        history = history_of(reader);
         return rows_of(reader);
       });
       try {
@@ -136,6 +156,8 @@ class MixedFilesTest : public test::StoreTest {
           plan = "refused: " + found.mixed;
         else if (!found.log_gone.empty())
           plan = "refused: " + found.log_gone;
+        else if (found.unclean)
+          plan = "refused: unclean";
       } catch (const Error& error) {
         plan = fmt::format("refused: {}", error.what());
       }
@@ -144,12 +166,14 @@ class MixedFilesTest : public test::StoreTest {
       EXPECT_EQ(before, after) << where << ": looking changed something";
     }
     for (const Durability durability : {Durability::kCommit, Durability::kNone})
-      seen[durability == Durability::kCommit ? "r+" : "none"] = outcome(where + ", r+", [&](std::uint64_t& commit) {
-        const auto store = mixed(most, other, which);
-        const Store writer = open_at(store, Mode::kReadWrite, durability);
-        commit = writer.commit_number();
-        return rows_of(writer);
-      });
+      seen[durability == Durability::kCommit ? "r+" : "none"] =
+          outcome(where + ", r+", [&](std::uint64_t& commit, std::string& history) {
+            const auto store = mixed(most, other, which);
+            const Store writer = open_at(store, Mode::kReadWrite, durability);
+            commit = writer.commit_number();
+            history = history_of(writer);
+            return rows_of(writer);
+          });
     const std::string writer = seen["r+"];
     const bool opens = writer.starts_with("commit");
     for (const auto& [how, what] : seen) {
@@ -212,7 +236,7 @@ TEST_F(MixedFilesTest, GiveOneCommitOrAreRefused) {
     make_tables(store);
     keep("0 created", store);
     change(store, "ab", 0, 60);
-    store.commit();
+    store.commit(R"({"at": 1})");
     keep("1 committed", store);
     change(store, "ab", 40, 120);
     store.commit();
@@ -273,6 +297,165 @@ TEST_F(MixedFilesTest, AreToldByTheTablesOfAReaderUntilTheyAreOfOneMoment) {
   reader.refresh();
   EXPECT_THAT(test::message_of<FormatError>([&] { read_all(b); }), HasSubstr("b.npy"));
   EXPECT_FALSE(read_all(a).empty());
+}
+
+TEST_F(MixedFilesTest, OfSessionsWithAndWithoutALogGiveOneCommitOrAreRefused) {
+  const auto session = [&](Durability durability, bool accept = false) {
+    return Store::open(path(), {.memory = 1 << 20, .threads = 1, .durability = durability, .accept_unclean = accept});
+  };
+  {
+    Store store = session(Durability::kNone);
+    make_tables(store);
+    change(store, "ab", 0, 60);
+    store.commit(R"({"at": 1})");
+    keep("1 without a log", open_at(path(), Mode::kRead));
+    change(store, "ab", 40, 120);
+    std::vector<float> rows(64 * 64, 9.0F);
+    store.table("a").write(100, 64, std::as_bytes(std::span(rows)));  // past the hot pages
+    store.abandon();
+  }
+  keep_refused("1 and a part");
+  {
+    Store store = session(Durability::kCommit, /*accept=*/true);
+    keep("2 as it is", store);
+    change(store, "a", 0, 20);
+    store.commit(R"({"at": 3})");
+    keep("3 in the log", store);
+    store.close();
+  }
+  keep("4 closed", open_at(path(), Mode::kRead));
+  {
+    Store store = session(Durability::kNone);
+    change(store, "b", 150, 160);
+    store.commit(R"({"at": 4})");
+    keep("5 without a log again", store);
+    store.abandon();
+  }
+  try_every_mix();
+}
+
+// All who open a store say the same of it, whatever call failed when its tables were taken as they are: also once the log has the
+// commit that makes an end of an unclean one, and the manifest's file not yet.
+TEST_F(MixedFilesTest, AStoreThatWasBeingAcceptedIsTheSameToAll) {
+  struct Fails final : FileOps {
+    int left = 1 << 30;
+    bool fail() { return left-- <= 0; }
+    ssize_t pwrite(int fd, const void* buffer, std::size_t bytes, off_t offset) override {
+      return fail() ? (errno = EIO, -1) : FileOps::pwrite(fd, buffer, bytes, offset);
+    }
+    ssize_t pwritev(int fd, const iovec* pieces, int count, off_t offset) override {
+      return fail() ? (errno = EIO, -1) : FileOps::pwritev(fd, pieces, count, offset);
+    }
+    int fdatasync(int fd) override { return fail() ? (errno = EIO, -1) : FileOps::fdatasync(fd); }
+    int fsync(int fd) override { return fail() ? (errno = EIO, -1) : FileOps::fsync(fd); }
+    int unlink(const char* file) override { return fail() ? (errno = EIO, -1) : FileOps::unlink(file); }
+    int rename(const char* from, const char* to) override { return fail() ? (errno = EIO, -1) : FileOps::rename(from, to); }
+  } ops;
+  {
+    Store store = open_at(path(), Mode::kOpenOrCreate, Durability::kNone);
+    make_tables(store);
+    change(store, "ab", 0, 60);
+    store.commit();
+    const std::vector<float> rows(64 * 64, 9.0F);
+    store.table("a").write(100, 64, std::as_bytes(std::span(rows)));
+    store.abandon();
+  }
+  std::map<std::string, int> seen;
+  bool done = false;
+  for (int call = 0; !done; ++call) {
+    ASSERT_LT(call, 300);
+    const auto store = at("accepted"), copy = at("copy");
+    for (const auto& folder : {store, copy}) std::filesystem::remove_all(folder);
+    std::filesystem::copy(path(), store);
+    ops.left = call;
+    try {
+      Store::open(store, {.mode = Mode::kReadWrite, .memory = 1 << 20, .accept_unclean = true, .file_ops = &ops}).abandon();
+      done = true;
+    } catch (const Error&) {
+    }
+    std::filesystem::copy(store, copy);
+    const auto opened = [&](const std::filesystem::path& where, Mode mode) {
+      try {
+        Store again = open_at(where, mode);
+        for (const std::string& name : again.tables()) EXPECT_EQ(again.table(name).verify().bad_pages, 0U);
+        return fmt::format("commit {}{}", again.commit_number(), history_of(again));
+      } catch (const CorruptError&) {
+        return std::string("refused");
+      }
+    };
+    const std::string reader = opened(store, Mode::kRead);
+    EXPECT_EQ(plan_recovery(store).unclean, reader == "refused") << call;
+    EXPECT_EQ(opened(copy, Mode::kReadWrite), reader) << call;
+    ++seen[reader.substr(0, 8)];
+  }
+  EXPECT_GT(seen["refused"], 5);
+  EXPECT_GT(seen["commit 2"], 3);
+  EXPECT_EQ(seen.size(), 2U);
+}
+
+TEST_F(MixedFilesTest, ATableWhoseRowsAreGoneIsOfAMomentAsWell) {
+  {
+    Store store = open(1 << 20);
+    make_tables(store);
+    change(store, "ab", 0, 60);
+    store.close();
+  }
+  std::filesystem::copy_file(path() / "a.pages", at("a.pages"));
+  {
+    Store store = open(1 << 20);
+    change(store, "ab", 0, 60);
+    store.close();
+  }
+  std::filesystem::copy_file(at("a.pages"), path() / "a.pages", std::filesystem::copy_options::overwrite_existing);
+  std::filesystem::remove(path() / "a.npy");
+  const std::string why = test::message_of<MomentError>([&] { open_at(path(), Mode::kRead); });
+  EXPECT_THAT(why, HasSubstr("a.pages: is of commit 1, and commit 2 changed the table"));
+  EXPECT_EQ(plan_recovery(path()).mixed, why);
+  for (const Durability durability : {Durability::kNone, Durability::kCommit})
+    EXPECT_EQ(test::message_of<MomentError>([&] { open_at(path(), Mode::kReadWrite, durability); }), why);
+}
+
+TEST_F(MixedFilesTest, TheLogAndTheManifestKnowCommitsBetterThanTheListOfAnotherHistory) {
+  const auto notes = [](const Store& store) {
+    std::string text;
+    for (const CommitInfo& commit : store.commits()) text += commit.note;
+    return text;
+  };
+  {
+    Store store = open(1 << 20);
+    make_tables(store);
+    change(store, "ab", 0, 60);
+    store.commit(R"({"of":1})");
+    store.close();
+  }
+  std::filesystem::copy(path(), at("before"));
+  {
+    Store store = open(1 << 20);
+    change(store, "ab", 0, 60);
+    store.commit(R"({"of":"another"})");
+    store.close();
+  }
+  std::filesystem::copy_file(path() / "commits.jsonl", at("commits.jsonl"));
+  for (const bool closed : {false, true}) {
+    SCOPED_TRACE(closed);
+    std::filesystem::remove_all(path());
+    std::filesystem::copy(at("before"), path());
+    {
+      Store store = open(1 << 20);
+      change(store, "ab", 0, 60);
+      store.commit(R"({"of":2})");
+      closed ? store.close() : store.abandon();
+    }
+    std::filesystem::copy_file(at("commits.jsonl"), path() / "commits.jsonl", std::filesystem::copy_options::overwrite_existing);
+    EXPECT_EQ(notes(open_at(path(), Mode::kRead)), R"({"of":1}{"of":2})");
+    {
+      Store store = open(1 << 20);
+      EXPECT_EQ(notes(store), R"({"of":1}{"of":2})");
+      store.commit(R"({"of":3})");
+      store.close();
+    }
+    EXPECT_EQ(notes(open_at(path(), Mode::kRead)), R"({"of":1}{"of":2}{"of":3})");
+  }
 }
 
 TEST_F(MixedFilesTest, OfAStoreWithoutALogGiveOneCommitOrAreRefused) {

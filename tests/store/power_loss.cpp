@@ -206,7 +206,8 @@ int PowerLoss::open(const char* path, int flags, mode_t mode) {
   } else if (entry) {
     known_[identity] = entries_.at(*entry);
   }
-  if (const auto found = known_.find(identity); found != known_.end()) open_[fd] = found->second;
+  // A file elsewhere may have the number of one that is gone.
+  if (const auto found = known_.find(identity); entry && found != known_.end()) open_[fd] = found->second;
   if (cuts) changes_.push_back({.kind = Kind::kResize, .inode = open_.at(fd), .offset = 0, .modified = modified_of(status)});
   return fd;
 }

@@ -482,6 +482,72 @@ TEST_F(StoreTest, CreateThatFailsAnywhereLeavesTheStoreAsItWas) {
   EXPECT_EQ(snapshot(path()).size(), 7U);  // manifest, lock, log, two files a table
 }
 
+// A call that changes which tables there are fails at its n-th step, and the session goes on: what it commits then is what is
+// there after a crash, whatever of the call was on the disk.
+TEST_F(StoreTest, WhatIsCommittedAfterACallForATableHasFailedIsThereAfterACrash) {
+  const test::TemporaryDirectory quick(test::memory_folder());
+  std::map<std::string, int> failures;
+  for (const std::string what : {"create", "remove", "adopt", "checkpoint"}) {
+    for (int n = 0;; ++n) {
+      SCOPED_TRACE(fmt::format("{}, call {}", what, n));
+      ASSERT_LT(n, 100);
+      const std::filesystem::path folder = quick / "store", file = quick / "file.npy";
+      std::filesystem::remove_all(folder);
+      FailAt ops;
+      ops.once = true;
+      Store store = Store::open(folder, {.memory = 1 << 20, .write_behind = false, .file_ops = &ops});
+      for (const char* name : {"kept", "other"}) {
+        store.create(name, {.rows = 10, .dim = 2});
+        scatter(store.table(name), {3}, {1, 1});
+      }
+      store.create("large", {.rows = 4000, .dim = 2});
+      store.commit();
+      write_text(file, format_npy_header("<f4", {}, 0, {10, 2}, 0) + std::string(80, '\0'));
+      ops.left = n;
+      bool failed = false;
+      try {
+        if (what == "create") store.create("new", {.rows = 10, .dim = 2});
+        if (what == "remove") store.remove("other");
+        if (what == "adopt") store.adopt("new", file, /*writable=*/true);
+        if (what == "checkpoint") store.checkpoint();
+      } catch (const IoError&) {
+        failed = true;
+        ++failures[what];
+      }
+      const bool reached = ops.left < 0;
+      ops.left = 1 << 30;
+      std::map<std::string, float> wanted;
+      std::uint64_t commit = 0;
+      try {
+        for (const std::string& name : store.tables()) {
+          Table table = store.table(name);
+          // First pages past memory: the log has to know of all tables how many pages they have, and of no other.
+          const std::vector<float> rows(2 * table.rows(), 7.0F);
+          table.write(0, table.rows(), std::as_bytes(std::span(rows)));
+          wanted[name] = 7;
+        }
+        commit = store.commit();
+      } catch (const CorruptError& error) {  // a sync of the log or of what it applies to
+        EXPECT_THAT(error.what(), HasSubstr("a sync has failed"));
+        store.abandon();
+        continue;
+      }
+      EXPECT_EQ(commit, 2U);
+      store.abandon();
+      Store again = Store::open(folder, {.memory = 1 << 20});
+      EXPECT_EQ(again.commit_number(), commit);
+      std::map<std::string, float> found;
+      for (const std::string& name : again.tables()) found[name] = gather(again.table(name), {3})[0];
+      EXPECT_EQ(found, wanted);
+      if (!failed && !reached) break;
+    }
+  }
+  EXPECT_GT(failures["create"], 5);
+  EXPECT_GT(failures["remove"], 5);
+  EXPECT_GT(failures["adopt"], 4);
+  EXPECT_GT(failures["checkpoint"], 3);
+}
+
 TEST_F(StoreTest, WithoutALogACommitThatFailsSaysSoAndCanBeTriedAgainUnlessASyncFailed) {
   FailAt ops;
   int failures = 0, syncs = 0;
@@ -885,6 +951,84 @@ class DiskFull final : public FileOps {
     return ::fstat(fd, &status) == 0 && bytes > status.st_size && full() ? -1 : FileOps::ftruncate(fd, bytes);
   }
 };
+
+// Reading needs no room on the disk, however many pages are dirty: rows of pages that find no frame are read past them.
+class FullDiskReads : public StoreTest, public testing::WithParamInterface<std::tuple<Durability, std::uint64_t>> {};
+
+TEST_P(FullDiskReads, FindAllRowsThoughEveryFrameIsDirty) {
+  const auto [durability, frames] = GetParam();
+  constexpr std::int64_t kRows = 64 * 8;  // of 512 bytes, 8 on a page
+  DiskFull disk;
+  Store store = Store::open(
+      path(), {.memory = 1 << 20, .write_behind = false, .durability = durability, .log_limit = 8 << 20, .file_ops = &disk});
+  const std::uint64_t few = frames * (4096 + 64) + 200;
+  Table table = store.create("t", {.rows = kRows, .dim = 128, .init = Uniform{-1, 1}, .seed = 3, .memory = few});
+  std::vector<float> rows = read_all(table);
+  const auto set = [&](std::int64_t first, std::int64_t end, float value) {
+    test::scatter(table, range(first, end), std::vector<float>(static_cast<std::size_t>(end - first) * 128, value));
+    std::fill(rows.begin() + first * 128, rows.begin() + end * 128, value);
+  };
+  set(100, 300, 1);  // some are in the file, or in the log, some were never written
+  store.commit();
+  set(200, 300, 2);
+  ASSERT_LT(table.stats().frames, 64U);
+  const auto dirty_all = static_cast<std::int64_t>(8 * table.stats().frames);
+  disk.left = 0;
+  std::int64_t changed = 0;
+  try {  // as many pages as fit, and then one more
+    for (; changed < kRows; changed += 8) set(changed, changed + 8, 3);
+  } catch (const IoError& error) {
+    EXPECT_EQ(error.error_number(), ENOSPC);
+    const auto first = static_cast<std::uint64_t>(changed);  // of a batch that failed, rows are what they were
+    table.read(first, 8, std::as_writable_bytes(std::span(rows).subspan(first * 128, 8 * 128)));
+  }
+  ASSERT_LE(changed, dirty_all + 8);
+  const auto expect_rows = [&](const std::vector<std::int64_t>& ids) {
+    std::vector<float> wanted;
+    for (const std::int64_t id : ids) wanted.insert(wanted.end(), rows.begin() + id * 128, rows.begin() + (id + 1) * 128);
+    EXPECT_EQ(gather(table, ids), wanted);
+  };
+  for (int again = 0; again < 2; ++again) {
+    expect_rows({511, 0, 250, 511, 120, 0, 401});
+    for (std::int64_t id = 0; id < kRows; id += 7) expect_rows({id});
+    expect_rows(range(0, kRows));  // more pages than frames
+  }
+  EXPECT_THROW(store.commit(), IoError);
+  disk.left = 1 << 30;
+  expect_rows(range(0, kRows));
+  store.close();
+  EXPECT_EQ(read_all(open(1 << 20).table("t")), rows);
+}
+
+TEST_P(FullDiskReads, GoOnInAStoreThatTakesNoWritesAnyMore) {
+  const auto [durability, frames] = GetParam();
+  if (durability == Durability::kNone) return;
+  struct SyncFails final : FileOps {
+    bool fail = false;
+    int fdatasync(int fd) override { return fail ? (errno = EIO, -1) : FileOps::fdatasync(fd); }
+  } ops;
+  Store store = Store::open(path(), {.memory = 1 << 20, .write_behind = false, .file_ops = &ops});
+  Table table = store.create("t", {.rows = 512, .dim = 128, .memory = frames * (4096 + 64) + 200});
+  gather(table, {0});  // from here it has its frames
+  const auto in_memory = static_cast<std::int64_t>(8 * table.stats().frames);
+  ASSERT_GT(in_memory, 0);
+  ASSERT_LT(in_memory, 512);
+  const auto fill = [&](float value) {
+    scatter(table, range(0, in_memory), std::vector<float>(static_cast<std::size_t>(in_memory) * 128, value));
+  };
+  fill(3);
+  store.commit();
+  fill(1);
+  ops.fail = true;
+  EXPECT_THROW(store.checkpoint(), IoError);
+  EXPECT_THROW(fill(2), CorruptError);
+  const std::vector<float> zeros(128, 0.0F), ones(128, 1.0F);
+  for (std::int64_t id = 511; id >= 0; id -= 3) EXPECT_EQ(gather(table, {id}), id < in_memory ? ones : zeros) << id;
+  store.abandon();
+}
+
+INSTANTIATE_TEST_SUITE_P(Frames, FullDiskReads,
+                         testing::Combine(testing::Values(Durability::kCommit, Durability::kNone), testing::Values(1U, 7U)));
 
 // A resize or an append whose n-th call fails (once, or with all after it, or the disk is full from there on) is done, or an
 // error says that it is not; with a log a commit whose record is in doubt is the exception.

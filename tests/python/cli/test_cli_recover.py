@@ -79,6 +79,7 @@ def test_recover_applies_what_was_committed(cli: Embermap, tmp_path: Path) -> No
         "path": str(store),
         "recovered": True,
         "reason": None,
+        "damaged_log": None,
         "pages": 21,
         "commit": 2,
     }
@@ -203,9 +204,19 @@ def test_a_log_that_is_none_is_put_aside(cli: Embermap, tmp_path: Path) -> None:
     assert "gone or damaged" in out
     assert "keeps the file under another name" in out or "takes the tables as they are" in out
     assert log.read_bytes() == b"\0" * 10_000
-    assert "took the tables as they were" in cli.ok("recover", "s", cwd=tmp_path).out
+    out = cli.ok("recover", "s", cwd=tmp_path).out
+    assert "took the tables as they were" in out
+    assert "kept as " in out
+    assert "redo.log.damaged" in out
     assert log.with_name("redo.log.damaged").read_bytes() == b"\0" * 10_000
     cli.ok("verify", "s", cwd=tmp_path)
+    # The next one does not take its name.
+    log.write_bytes(b"\1" * 9_000)
+    again = cli.ok("recover", "s", "--json", cwd=tmp_path).json
+    assert again["damaged_log"] == str(log.with_name("redo.log.damaged.1"))
+    assert log.with_name("redo.log.damaged").read_bytes() == b"\0" * 10_000
+    assert log.with_name("redo.log.damaged.1").read_bytes() == b"\1" * 9_000
+    assert cli.ok("recover", "s", "--json", cwd=tmp_path).json["damaged_log"] is None
 
 
 def test_recover_of_a_store_from_elsewhere_asks_first(cli: Embermap, tmp_path: Path) -> None:
