@@ -16,7 +16,7 @@ from .. import optim as optimizers
 from .._prefetch import Prefetcher
 from .._store import Store
 from .._table import Prefetch, Table
-from ._lookup import Ahead, Lookup, Pending, SmallLookup, raw_stream, register, traced
+from ._lookup import Ahead, Lookup, Pending, SmallLookup, ids_of, raw_stream, register, traced
 from ._weight import Weight
 
 # Up to here the memory for rows comes from NumPy, which takes half the time of torch.
@@ -27,6 +27,8 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float64: np.dtype(np.float64),
     torch.float16: np.dtype(np.float16),
 }
+
+_ZEROS = 256  # gradients of an anchor that are made at once
 
 _WORTH_PREFETCHING = 64  # ids, from which a collection reads ahead
 
@@ -69,7 +71,7 @@ class TableModule(nn.Module):
         self._watched: weakref.ref[Tensor] | None = None  # the anchor that tells of its gradient
         self._single = True  # the last step was of one look-up
         self._ahead = Ahead()
-        self._no_gradient: Tensor | None = None
+        self._zeros: list[Tensor] = []  # gradients of the anchor that nobody has had
         self._handle = register(self)
 
     # --- what it is -------------------------------------------------------------------------------
@@ -152,15 +154,19 @@ class TableModule(nn.Module):
         """Ids (n,) and gradients (n, dim) of all backward passes since they were dropped last."""
         return self._pending.gradients(self.anchor)
 
-    def _kept(self) -> tuple[Any, Tensor] | None:
+    def _kept(self) -> tuple[Any, Tensor, int] | None:
         """What the one look-up of the gradients has kept for an update, and these; once."""
-        return self._pending.kept(self.anchor)
+        anchor = self._parameters["anchor"]
+        assert anchor is not None
+        return self._pending.kept(anchor)
 
-    def _update_from(self, kept: Any, grads: Tensor) -> bool:
+    def _update_from(self, live: Any, kept: Any, grads: Tensor, stream: int) -> bool:
         """Update the table from what a look-up kept; False, and nothing done, if rows changed."""
         self._single = True
-        return self.table._live.update_kept(
-            kept, grads.numel() // self._dim, grads.data_ptr(), self.table._dtype, raw_stream(grads)
+        return bool(
+            live.update_kept(
+                kept, grads.numel() // self._dim, grads.data_ptr(), self.table._dtype, stream
+            )
         )
 
     def _forget_kept(self, shared: bool) -> None:
@@ -245,31 +251,35 @@ class TableModule(nn.Module):
         if not ids.is_cuda or not self._single or self.padding_idx is not None or self.max_norm:
             return self._fetch(ids, lead), None
         if not lead:
-            table, place = self.table, self.table._store.device
-            if ids.dtype is torch.int64 and ids.is_contiguous() and ids.get_device() == place:
+            if ids.dtype is torch.int64 and ids.is_contiguous():
+                live, place = self.table._live, ids.get_device()  # of another one the core tells
                 # What it does below, without what small batches would wait for most.
-                rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype, device=ids.device)
-                kept = self._ahead.take(table._live, ids, rows)
+                rows = ids.new_empty((*ids.shape, self._dim), dtype=self._dtype)
+                kept = self._ahead.take(live, ids, rows) if self._ahead else None
                 if kept is None:
-                    kept = table._live.gather_working_set(
+                    kept = live.gather_working_set(
                         place, ids.data_ptr(), ids.numel(), rows.data_ptr(), raw_stream(ids), True
                     )
                 return rows, kept if kept else None
-            return table._gather_for_update(ids)
+            return self.table._gather_for_update(ids)
         rows = torch.zeros((lead + ids.numel(), self._dim), dtype=self._dtype, device=ids.device)
         return rows, self.table._gather_for_update(ids.reshape(-1), rows[lead:])[1]
 
     def _collect(
-        self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None, alone: bool = False
+        self, ids: Tensor | None, grad: Tensor, lead: int, fetched: Any = None, alone: bool = False
     ) -> None:
         """From within a backward pass: keep the gradient of the rows that `_fetch` gave.
 
-        `alone`: nobody else has it, so that it may stay where it is.
+        `alone`: nobody else has it, so that it may stay where it is. Ids that are None are those of
+        what was fetched, and of `grad.shape[:-1]`.
         """
         grads = grad if grad.layout is torch.strided else grad.to_dense()
         if lead or self.padding_idx is not None or self.scale_grad_by_freq:
+            if ids is None:
+                ids = ids_of(fetched, grads)
             ids, grads = ids.reshape(-1), grads.reshape(-1, self._dim)[lead:]
         if self.padding_idx is not None:
+            assert ids is not None
             kept = ids != self.padding_idx
             ids, grads = ids[kept], grads[kept]
         elif not alone or not grads.is_contiguous():
@@ -282,17 +292,23 @@ class TableModule(nn.Module):
         self._pending.append(self.anchor, ids, grads, fetched)
 
     def _zero(self, anchor: Tensor) -> Tensor:
-        """The anchor's gradient, which is always zero: the same memory as long as that is so."""
-        zero = self._no_gradient
-        # Gradients that are added up, clipped or scaled are written to.
-        if (
-            zero is None
-            or zero._version != 0
-            or zero.dtype is not anchor.dtype
-            or zero.device != anchor.device
-        ):
-            zero = self._no_gradient = torch.zeros_like(anchor.detach())
-        return zero.detach()
+        """The anchor's gradient, which is always zero, in memory that no other pass has.
+
+        Gradients that are added up, clipped or scaled are written to, and `grad.data` so that no
+        version tells of it. On a device each zero of its own would take a kernel.
+        """
+        try:
+            zero = self._zeros.pop()
+        except IndexError:
+            zero = None
+        if zero is None or zero.dtype is not anchor.dtype or zero.device != anchor.device:
+            if anchor.shape != (1,):
+                return torch.zeros_like(anchor.detach())
+            block = torch.zeros(_ZEROS, dtype=anchor.dtype, device=anchor.device)
+            zeros = [part.detach() for part in torch.split(block, 1)]
+            zero = zeros.pop()
+            self._zeros = zeros
+        return zero
 
     def _watch(self) -> None:
         """Have the anchor tell of its gradient; it is another one after some kinds of loading."""
@@ -313,7 +329,7 @@ class TableModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies begin without gradients, as those of parameters do, and watch their own anchor.
-        own = ("_pending", "_watched", "_handle", "_ahead", "_no_gradient")
+        own = ("_pending", "_watched", "_handle", "_ahead", "_zeros")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
