@@ -336,6 +336,36 @@ def _collected_small(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None
 _again_small = once_differentiable(_collected_small)
 
 
+class HostLookup(torch.autograd.Function):
+    """`Lookup` of many rows that have been fetched already, in a list: they are no input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, rows: list[Tensor], ids: NDArray[np.int64], source: Source
+    ) -> Tensor:
+        ctx.origin = (source, anchor, ids)
+        ctx.save_for_backward(_NOTHING)
+        ctx.set_materialize_grads(False)
+        return rows.pop()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        return _again_host(ctx, grad) if torch.is_grad_enabled() else _collected_host(ctx, grad)
+
+
+def _collected_host(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    if grad is None:
+        return None, None, None, None
+    alone = is_alone(grad)
+    _ = ctx.saved_tensors  # an error if the graph has been freed
+    source, anchor, ids = ctx.origin
+    source._collect(torch.from_numpy(ids), grad, 0, None, alone)
+    return source._zero(anchor), None, None, None
+
+
+_again_host = once_differentiable(_collected_host)
+
+
 # --- torch.compile --------------------------------------------------------------------------------
 #
 # Operators take tensors and numbers, so a module is named by a number. What their fake kernels

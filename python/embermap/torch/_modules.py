@@ -16,7 +16,17 @@ from .. import optim as optimizers
 from .._prefetch import Prefetcher
 from .._store import Store
 from .._table import Prefetch, Table
-from ._lookup import Ahead, Lookup, Pending, SmallLookup, ids_of, raw_stream, register, traced
+from ._lookup import (
+    Ahead,
+    HostLookup,
+    Lookup,
+    Pending,
+    SmallLookup,
+    ids_of,
+    raw_stream,
+    register,
+    traced,
+)
 from ._weight import Weight
 
 # Up to here the memory for rows comes from NumPy, which takes half the time of torch.
@@ -188,8 +198,15 @@ class TableModule(nn.Module):
             if small is not None:
                 found: Tensor = SmallLookup.apply(anchor, *small, self)  # type: ignore[no-untyped-call]
                 return found
-            rows: Tensor = Lookup.apply(anchor, ids, self, lead)  # type: ignore[no-untyped-call]
-            return rows
+            if not lead and self.max_norm is None and _is_on_host(ids):
+                # A copy: between here and the optimizer's step the caller may refill the buffer.
+                own = ids.numpy().copy()
+                rows: Tensor = HostLookup.apply(  # type: ignore[no-untyped-call]
+                    anchor, [self._fetch_host(own)], own, self
+                )
+                return rows
+            found = Lookup.apply(anchor, ids, self, lead)  # type: ignore[no-untyped-call]
+            return found
         return self._fetch(ids, lead)
 
     def _fetch_small(self, ids: Tensor) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
@@ -197,7 +214,7 @@ class TableModule(nn.Module):
 
         What Table.gather does, without what small batches would wait for most. None for others.
         """
-        if ids.dtype is not torch.int64 or not ids.is_cpu or ids.layout is not torch.strided:
+        if not _is_on_host(ids):
             return None
         kind = _NUMPY.get(self._dtype)
         if kind is None or ids.numel() * self._dim * kind.itemsize > _SMALL_BYTES:
@@ -208,6 +225,13 @@ class TableModule(nn.Module):
         rows: NDArray[Any] = np.empty((*own.shape, self._dim), kind)
         self.table._live.gather(flat, rows.reshape(-1).view(np.uint8), "weight")
         return rows, flat
+
+    def _fetch_host(self, ids: NDArray[np.int64]) -> Tensor:
+        """Rows of ids in C order, of shape ids.shape + (dim,), as Table.gather gives them."""
+        rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype)
+        out = rows.view(torch.uint8).numpy().reshape(-1)
+        self.table._live.gather(ids.reshape(-1), out, "weight")
+        return rows
 
     def _fetch(self, ids: Tensor, lead: int) -> Tensor:
         """Rows of the ids, of shape ids.shape + (dim,), or (lead + n, dim)."""
@@ -676,6 +700,11 @@ class EmbeddingCollection(nn.Module):
                 and not self[feature].table.stats()["whole"]
             ):
                 self[feature].prefetch(ids)
+
+
+def _is_on_host(ids: Tensor) -> bool:
+    """Whether they are memory of int64 on the host."""
+    return ids.dtype is torch.int64 and ids.is_cpu and ids.layout is torch.strided
 
 
 def _padding(table: Table, padding_idx: int | None) -> int | None:

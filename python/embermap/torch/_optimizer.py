@@ -217,6 +217,17 @@ class Optimizer(torch.optim.Optimizer):
         for module in modules:
             module._forget_kept(shared=len(gradients) > 1)
         ids, grads = joined(gradients)
+        if (
+            ids.is_cpu
+            and grads.is_cpu
+            and grads.dtype is modules[0]._dtype
+            and grads.shape == (len(ids), table.dim)
+        ):
+            # What it does below, without what small batches would wait for most.
+            values = grads.contiguous().view(torch.uint8).numpy().reshape(-1)
+            table._live.update(ids.contiguous().numpy(), values, table._dtype, None)
+            group[COUNT] = table.step
+            return
         for part in (ids, grads):
             # They are ours, and freed in the order of the stream of the backward pass.
             if part.is_cuda:
