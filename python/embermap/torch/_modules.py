@@ -201,11 +201,10 @@ class TableModule(nn.Module):
             if not lead and self.max_norm is None and _is_on_host(ids):
                 # A copy: between here and the optimizer's step the caller may refill the buffer.
                 own = ids.numpy().copy()
-                rows: Tensor = HostLookup.apply(  # type: ignore[no-untyped-call]
-                    anchor, [self._fetch_host(own)], own, self
-                )
-                return rows
-            found = Lookup.apply(anchor, ids, self, lead)  # type: ignore[no-untyped-call]
+                rows = [self._fetch_host(own)]
+                found = HostLookup.apply(anchor, rows, own, self)  # type: ignore[no-untyped-call]
+            else:
+                found = Lookup.apply(anchor, ids, self, lead)  # type: ignore[no-untyped-call]
             return found
         return self._fetch(ids, lead)
 
@@ -556,7 +555,10 @@ class EmbeddingBag(TableModule):
         rows = self._lookup(ids, lead)
         if ids.numel() == 0:
             bags = offsets.numel() - int(beyond)
-            return rows.sum(0, keepdim=True).expand(bags, self._dim).clone()
+            nothing = rows.sum(0, keepdim=True)
+            if weights is not None:
+                nothing = nothing + weights.sum()  # which have a gradient, of no elements
+            return nothing.expand(bags, self._dim).clone()
         index = torch.arange(lead, lead + ids.numel(), device=ids.device)
         if padding is not None:
             # Row 0 stands for padding, wherever it is in the batch.
