@@ -242,6 +242,10 @@ class CudaEngine {
   virtual void expand(CudaBatch& batch, std::byte* out, CudaStream stream) = 0;
   virtual void expand(CudaBatch& batch, std::uint64_t bytes, std::byte* out, CudaStream stream) = 0;
 
+  // out[i] = ids[i], of a batch of begin_batch() or fetch_ahead(), whatever has become of the caller's. On any stream that comes
+  // after the batch's own; enqueues.
+  virtual void expand_ids(CudaBatch& batch, std::int64_t* out, CudaStream stream) = 0;
+
   // Working set row of each distinct id = the row of `in` at its last position.
   virtual void assign(CudaBatch& batch, const std::byte* in, CudaStream stream) = 0;
 

@@ -721,7 +721,13 @@ void bind_table(nb::module_& m) {
       .def("done", &Prefetch::done, Release());
   nb::class_<WorkingSet>(m, "WorkingSet")
       .def("__bool__", [](const WorkingSet& set) { return static_cast<bool>(set); })
-      .def("check", &WorkingSet::check, Release());
+      .def("check", &WorkingSet::check, Release())
+      .def(
+          "ids",
+          [](const WorkingSet& set, std::uintptr_t out, std::uintptr_t stream) {
+            set.ids(pointer<std::int64_t>(out), {pointer<void>(stream)});
+          },
+          "out"_a, "stream"_a, Release());
   nb::class_<Table>(m, "Table")
       .def_prop_ro("name", [](const Table& t) { return std::string(t.name()); })
       .def_prop_ro("file", &Table::file, Release())

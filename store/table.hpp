@@ -145,6 +145,10 @@ class WorkingSet {
   explicit operator bool() const noexcept { return state_ != nullptr; }
   // Waits until the ids are known to be good. Throws RowIdError: the rows that were gathered for them are then undefined.
   void check() const;
+  // The ids that were gathered, before an update and after it, whatever has become of the caller's: as many, in the device memory
+  // at `out`. On a stream that comes after that of the gather; waits for it if it is another one. Throws ClosedError (its table
+  // is gone), InvalidArgument (it is empty), CudaError.
+  void ids(std::int64_t* out, CudaStream stream) const;
 
  private:
   friend class TableImpl;

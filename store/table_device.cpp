@@ -28,7 +28,8 @@ constexpr std::size_t kMostNewer = 4;
 
 // The records that a gather brought, or that were fetched ahead of one, by the table's count of changes.
 struct WorkingSet::State {
-  std::shared_ptr<CudaBatch> batch;
+  std::shared_ptr<CudaBatch> batch;    // until an update takes its rows
+  std::shared_ptr<CudaBatch> grouped;  // the same, for its ids
   std::weak_ptr<const TableImpl> table;
   std::uint64_t changes = 0;
   std::uint64_t count = 0;
@@ -43,6 +44,13 @@ struct WorkingSet::State {
 void WorkingSet::check() const {
   if (!state_ || !state_->batch) return;
   if (const std::shared_ptr<const TableImpl> table = state_->table.lock()) table->check(*state_->batch, state_->device);
+}
+
+void WorkingSet::ids(std::int64_t* out, CudaStream stream) const {
+  if (!state_ || !state_->grouped) throw InvalidArgument("ids of a batch of which nothing was kept");
+  const std::shared_ptr<const TableImpl> table = state_->table.lock();
+  if (!table) throw ClosedError("the table of a batch is gone");
+  table->expand_ids(*state_->grouped, state_->device, out, stream, stream.handle == state_->stream);
 }
 
 FrameSource TableImpl::frame_source(HotPages& pages) const {
@@ -424,6 +432,7 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
         if (newer) engine.patch(*batch, newer, stream);
         engine.expand(*batch, weight.bytes, out, stream);
         *kept.state_ = {.batch = batch,
+                        .grouped = batch,
                         .table = weak_from_this(),
                         .changes = changes_,
                         .count = count,
@@ -439,6 +448,12 @@ WorkingSet TableImpl::gather_working_set(int device, const std::int64_t* ids, st
 }
 
 void TableImpl::check(CudaBatch& batch, int device) const { core_->engine(device).check(batch); }
+
+void TableImpl::expand_ids(CudaBatch& batch, int device, std::int64_t* out, CudaStream stream, bool own_stream) const {
+  CudaEngine& engine = core_->engine(device);
+  engine.expand_ids(batch, out, stream);
+  if (!own_stream) engine.wait(stream);  // the batch's memory is freed in the order of its own
+}
 
 Prefetch TableImpl::prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream) {
   if (count == 0) return prefetch({});
@@ -474,7 +489,8 @@ WorkingSet TableImpl::prefetch_device(int device, const std::int64_t* ids, std::
       engine.fetch_ahead(ids, count, entry_.geometry.rows, name_, source, bytes, newer, core_->movers(), stream);
   WorkingSet kept;
   kept.state_ = std::make_shared<WorkingSet::State>();
-  *kept.state_ = {.batch = std::move(begun.batch),
+  *kept.state_ = {.batch = begun.batch,
+                  .grouped = begun.batch,
                   .table = weak_from_this(),
                   .changes = changes_,
                   .count = count,

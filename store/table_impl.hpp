@@ -69,6 +69,7 @@ class TableImpl : public std::enable_shared_from_this<TableImpl> {
   WorkingSet gather_working_set(int device, const std::int64_t* ids, std::uint64_t count, std::byte* out, CudaStream stream,
                                 bool check_later);
   void check(CudaBatch& batch, int device) const;  // of gather_working_set(): throws RowIdError
+  void expand_ids(CudaBatch& batch, int device, std::int64_t* out, CudaStream stream, bool own_stream) const;
   Prefetch prefetch_pages(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
   WorkingSet prefetch_device(int device, const std::int64_t* ids, std::uint64_t count, CudaStream stream);
   bool gather_prefetched(WorkingSet& ahead, std::uint64_t count, std::byte* out, CudaStream stream);

@@ -337,6 +337,17 @@ void Engine::expand(CudaBatch& batch, std::uint64_t bytes, std::byte* out, CudaS
   expand_rows(mine.working.data(), mine.bytes, mine.groups.inverse, mine.count, bytes, out, mine.stream);
 }
 
+void Engine::expand_ids(CudaBatch& batch, std::int64_t* out, CudaStream stream) {
+  const ScopedDevice current(device_);
+  refuse_capture(native(stream), "expand_ids");
+  auto* const mine = dynamic_cast<DeviceBatch*>(&batch);
+  if (mine == nullptr || mine->engine != this) throw InvalidArgument("expand_ids: the batch was made with another engine");
+  if (mine->count == 0) return;
+  if (!mine->whole) throw InvalidArgument("expand_ids: the batch was made for some pages");
+  check_memory(out, "output of expand_ids");
+  expand_keys(mine->groups.keys, mine->wide_keys, mine->groups.inverse, mine->count, out, native(stream));
+}
+
 void Engine::assign(CudaBatch& batch, const std::byte* in, CudaStream stream) {
   const ScopedDevice current(device_);
   DeviceBatch& mine = with_rows(batch, stream, "assign");

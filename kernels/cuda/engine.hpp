@@ -60,6 +60,7 @@ class Engine final : public CudaEngine {
                   ThreadPool& pool, CudaStream stream, const std::function<void()>& meanwhile) override;
   void expand(CudaBatch& batch, std::byte* out, CudaStream stream) override;
   void expand(CudaBatch& batch, std::uint64_t bytes, std::byte* out, CudaStream stream) override;
+  void expand_ids(CudaBatch& batch, std::int64_t* out, CudaStream stream) override;
   void assign(CudaBatch& batch, const std::byte* in, CudaStream stream) override;
   void add(CudaBatch& batch, std::uint64_t dim, DType dtype, const std::byte* in, CudaStream stream) override;
   void step(CudaBatch& batch, const RecordLayout& layout, const StepScalars& scalars, const std::byte* grads, DType grad_dtype,

@@ -44,6 +44,18 @@ void expand_rows(const std::byte* working, std::uint64_t row_bytes, const std::u
        address(working) | address(out) | row_bytes | bytes, stream);
 }
 
+void expand_keys(const void* keys, bool wide, const std::uint32_t* inverse, std::uint64_t count, std::int64_t* out,
+                 cudaStream_t stream) {
+  if (count == 0) return;
+  const std::uint64_t blocks = grid(count, kThreads, kBlocksPerMultiprocessor);
+  if (wide)
+    launch("expand_keys", device::expand_keys<std::uint64_t>, blocks, kThreads, stream, static_cast<const std::uint64_t*>(keys),
+           inverse, count, out);
+  else
+    launch("expand_keys", device::expand_keys<std::uint32_t>, blocks, kThreads, stream, static_cast<const std::uint32_t*>(keys),
+           inverse, count, out);
+}
+
 void assign_rows(std::byte* working, const std::uint32_t* positions, const std::uint32_t* starts, std::uint64_t distinct,
                  std::uint64_t row_bytes, const std::byte* in, cudaStream_t stream) {
   copy("assign_rows", device::AssignMap{working, positions, starts, row_bytes, in}, distinct, row_bytes,

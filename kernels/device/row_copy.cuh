@@ -75,4 +75,12 @@ __global__ void __launch_bounds__(256) copy_rows(Map map, RowTiles t, std::uint6
   }
 }
 
+template <class Key>
+__global__ void __launch_bounds__(256)
+    expand_keys(const Key* keys, const std::uint32_t* inverse, std::uint64_t count, std::int64_t* out) {
+  const std::uint64_t step = std::uint64_t{gridDim.x} * blockDim.x;
+  for (std::uint64_t i = std::uint64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < count; i += step)
+    out[i] = static_cast<std::int64_t>(keys[inverse[i]]);
+}
+
 }  // namespace embermap::gpu::device

@@ -275,3 +275,101 @@ def test_bad_ids_on_the_gpu_read_nothing(tmp_path):
         assert table.stats()["misses"] == before
         with pytest.raises(em.RowIdError):
             table.gather(torch.tensor([1, 100_000], device="cuda"))
+
+
+# --- ids that what was fetched knows --------------------------------------------------------------
+
+
+@pytest.fixture(params=[False, True], ids=["looked up", "fetched ahead"])
+def look(request):
+    def call(module, ids):
+        if request.param and ids.is_cuda:
+            module.prefetch(ids)
+        return module(ids)
+
+    return call
+
+
+SIZES = (1, 100, 3_000, 20_000)  # grouped by one kernel, and by several
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_buffer_of_ids_may_be_filled_again_at_once(twins, look, size):
+    """Before the pass back, before the step, before the same gradients are applied once more."""
+    gpu, host = twins
+    ours, theirs = (em_torch.Optimizer(module) for module in twins)
+    ids = torch.randint(0, ROWS, (size,))
+    weights = torch.randint(-4, 5, (size, gpu.embedding_dim)).float()
+    there = ids.cuda()
+    rows = look(gpu, there)
+    there.random_(0, ROWS)
+    (rows * weights.cuda()).sum().backward()
+    (host(ids) * weights).sum().backward()
+    assert torch.equal(gpu.weight.grad.coalesce().cpu().to_dense(), host.weight.grad.to_dense())
+    for _ in range(3):
+        ours.step()
+        theirs.step()
+        assert np.array_equal(gpu.table[:], host.table[:])
+        there.random_(0, ROWS)
+    assert torch.equal(gpu.weight.grad.coalesce().cpu().to_dense(), host.weight.grad.to_dense())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_graph_that_is_kept_knows_its_ids(twins, look, size):
+    optimizers = [em_torch.Optimizer(module) for module in twins]
+    ids = torch.randint(0, ROWS, (size,))
+    both = []
+    for module, given in zip(twins, (ids.cuda(), ids.clone()), strict=True):
+        rows = look(module, given)
+        both.append((rows * rows.detach().round()).sum())
+        given.fill_(0)
+    for _ in range(2):
+        for loss, module, optimizer in zip(both, twins, optimizers, strict=True):
+            loss.backward(retain_graph=True)
+            loss.backward(retain_graph=True)
+            module.weight.grad.mul_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert np.allclose(twins[0].table[:], twins[1].table[:], rtol=1e-6, atol=1e-6)
+    for loss in both:
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_gradients_of_several_passes_are_of_their_ids(twins, look, size):
+    gpu, host = twins
+    ours, theirs = (em_torch.Optimizer(module) for module in twins)
+    buffer = torch.empty(size, dtype=torch.int64, device="cuda")
+    for _ in range(4):
+        ids = torch.randint(0, ROWS, (size,))
+        look(gpu, buffer.copy_(ids)).sum().backward()
+        host(ids).sum().backward()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ours.step()
+    theirs.step()
+    side.synchronize()
+    assert np.allclose(gpu.table[:], host.table[:], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_on_another_stream_and_after_other_changes_has_the_ids(twins, look, size):
+    gpu, host = twins
+    ours, theirs = (em_torch.Optimizer(module) for module in twins)
+    ids = torch.randint(0, ROWS, (size,))
+    there = ids.cuda()
+    look(gpu, there).sum().backward()
+    host(ids).sum().backward()
+    there.zero_()
+    for module in twins:  # so that what was fetched is no longer what the table has
+        module.table.add(np.array([5]), np.ones((1, gpu.embedding_dim), np.float32))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ours.step()
+    theirs.step()
+    side.synchronize()
+    assert np.array_equal(gpu.table[:], host.table[:])

@@ -591,6 +591,49 @@ def _keep_retained(rows):
     return lambda: (rows.exp().sum().backward(), rows.grad)[1]
 
 
+def _keep_its_memory(rows):
+    kept = []
+    rows.register_hook(lambda grad: kept.append(grad.untyped_storage()))
+
+    def run():
+        rows.exp().sum().backward()
+        return torch.tensor([], dtype=rows.dtype).set_(kept[0], 0, (kept[0].nbytes() // 4,))
+
+    return run
+
+
+def _keep_a_view(rows):
+    kept = []
+    rows.register_hook(kept.append)
+    return lambda: (rows.unsqueeze(1).exp().sum().backward(), kept[0])[1]
+
+
+def _keep_what_it_is_a_view_of(rows):
+    kept = []
+    seen = rows.unsqueeze(1)
+    seen.register_hook(kept.append)
+    return lambda: (seen.exp().sum().backward(), kept[0])[1]
+
+
+def _keep_retained_of_a_view(rows):
+    seen = rows.unsqueeze(1)
+    seen.retain_grad()
+    return lambda: (seen.exp().sum().backward(), seen.grad)[1]
+
+
+def _keep_the_callers_of_a_view(rows):
+    seen = rows.unsqueeze(1)
+    given = torch.ones_like(seen)
+    return lambda: (seen.backward(given), given)[1]
+
+
+def _keep_another_view(rows):
+    kept = []
+    seen = rows.unsqueeze(1)
+    seen.register_hook(lambda grad: kept.append(grad.flatten()))
+    return lambda: (seen.exp().sum().backward(), kept[0])[1]
+
+
 # How the loss is made and somebody keeps the gradient, and what each element of it is; None: exp.
 KEPT = [
     (_keep_nothing, None),
@@ -602,6 +645,12 @@ KEPT = [
     (_keep_another_parameters, None),
     (_keep_anothers_before_it, 1),
     (_keep_retained, None),
+    (_keep_its_memory, None),
+    (_keep_a_view, None),
+    (_keep_what_it_is_a_view_of, None),
+    (_keep_retained_of_a_view, None),
+    (_keep_the_callers_of_a_view, 1),
+    (_keep_another_view, None),
 ]
 
 
@@ -637,7 +686,8 @@ def test_sparse_gradients_of_any_size_are_taken(store):
         assert np.array_equal(table[:], before)
 
 
-def test_a_gradient_that_nobody_else_has_is_not_copied(store):
+@pytest.mark.parametrize("seen", [lambda rows: rows, lambda rows: rows.unsqueeze(1)])
+def test_a_gradient_that_nobody_else_has_is_not_copied(store, seen):
     table = store.create("u", rows=100, dim=64, optimizer=em.optim.SGD(1.0))
     embedding = em.torch.Embedding(table)
     copies = []
@@ -648,7 +698,7 @@ def test_a_gradient_that_nobody_else_has_is_not_copied(store):
                 copies.append(args[0].shape)
             return function(*args, **(kwargs or {}))
 
-    loss = embedding(torch.arange(100)).exp().sum()
+    loss = seen(embedding(torch.arange(100))).exp().sum()
     with Watch():
         loss.backward()
     assert (100, 64) not in copies
@@ -672,6 +722,93 @@ def test_the_gradient_of_an_anchor_is_zero_whatever_was_done_to_the_last_one(tab
     embedding.zero_grad()
     embedding(torch.tensor([1])).sum().backward()
     assert first.tolist() == embedding.anchor.grad.tolist() == [0]
+
+
+def test_no_edit_of_an_anchors_gradient_is_seen_by_the_next(table):
+    """Not by that of a later pass, nor by one of an earlier pass that somebody kept."""
+    embedding = em.torch.Embedding(table)
+    kept = []
+    for _ in range(300):
+        embedding.anchor.grad = None
+        embedding(torch.tensor([1])).sum().backward()
+        assert embedding.anchor.grad.tolist() == [0]
+        kept.append(embedding.anchor.grad)
+        embedding.anchor.grad.data.fill_(7)  # no version tells of it
+        embedding.anchor.grad.numpy()[0] += 1
+    assert [grad.item() for grad in kept] == [8] * len(kept)
+    embedding.anchor.grad = None
+    embedding.to(torch.float64)
+    embedding(torch.tensor([1])).sum().backward()
+    assert embedding.anchor.grad.tolist() == [0]
+    assert embedding.anchor.grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize("lookups", [1, 3])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda grad: grad.mul_(0.5),
+        lambda grad: grad.div_(2),
+        lambda grad: grad._values().mul_(0.5),
+        lambda grad: grad._values().data.mul_(0.5),
+    ],
+)
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_a_change_of_the_gradient_that_waits_acts(table, rows, kind, change, lookups):
+    module = getattr(em.torch, kind)(table)
+    ids = torch.tensor([[3, 3, 7]])
+    for _ in range(lookups):
+        (module(ids) * torch.arange(DIM)).sum().backward()
+    before = module.weight.grad.to_dense()
+    change(module.weight.grad)
+    assert torch.equal(module.weight.grad.to_dense(), before / 2)
+    em.torch.Optimizer([module]).step()
+    weight = torch.nn.Parameter(rows.clone())
+    other = torch.optim.Adagrad([weight], lr=0.1)
+    weight.grad = before / 2
+    other.step()
+    assert np.allclose(table[:], weight.detach().numpy(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_profiler_that_keeps_what_it_sees_does_not_mislead(tmp_path):
+    """What is tried out once is tried out where it is not told of anything."""
+    code = f"""
+import sys
+import threading
+import embermap as em
+import torch
+
+store = em.open({str(tmp_path / "s")!r}, memory="64MiB")
+table = store.create("t", rows=100, dim=64, optimizer=em.optim.SGD(1.0))
+embedding = em.torch.Embedding(table)
+optimizer = em.torch.Optimizer([embedding])
+seen = []
+
+def keep(frame, event, argument):
+    if event == "call" and frame.f_code.co_name == "backward":
+        seen.append(dict(frame.f_locals))
+
+sys.setprofile(keep)
+threading.setprofile(keep)
+embedding(torch.arange(100)).exp().sum().backward()
+sys.setprofile(None)
+optimizer.zero_grad()
+
+# Others have the gradient now, as often as the profiler may have had the first.
+assert seen
+for times in range(1, 6):
+    kept = []
+    rows = embedding(torch.arange(100))
+    rows.register_hook(lambda grad: kept.extend([grad] * times))
+    before = table[:]
+    (rows * torch.ones(100, 64)).sum().backward()
+    kept[0].fill_(1e6)
+    optimizer.step()
+    assert (table[:] == before - 1).all(), times
+    optimizer.zero_grad()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_graph_serves_once_unless_it_is_retained(table):

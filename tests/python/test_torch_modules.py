@@ -686,3 +686,15 @@ def test_offsets_that_are_none(make, offsets):
     bag = em.torch.EmbeddingBag(make(), mode="sum")
     with pytest.raises((ValueError, RuntimeError), match="offset"):
         bag(torch.tensor([1, 2]), torch.tensor(offsets, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("padding", [None, 0])
+def test_weights_of_no_ids_have_a_gradient(make, padding):
+    """As torch gives it: of no elements, not None."""
+    bag = em.torch.EmbeddingBag(make(), mode="sum", padding_idx=padding)
+    weights = torch.ones(0, requires_grad=True)
+    found = bag(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0]), weights)
+    assert found.tolist() == [[0] * bag.embedding_dim] * 2
+    found.sum().backward()
+    assert weights.grad is not None
+    assert weights.grad.shape == (0,)

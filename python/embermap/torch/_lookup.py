@@ -29,7 +29,7 @@ class Source(Protocol):
     def _fetch(self, ids: Tensor, lead: int) -> Tensor: ...
     def _fetch_for_update(self, ids: Tensor, lead: int) -> tuple[Tensor, Any]: ...
     def _collect(
-        self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None, alone: bool = False
+        self, ids: Tensor | None, grad: Tensor, lead: int, fetched: Any = None, alone: bool = False
     ) -> None: ...
     def _watch(self) -> None: ...
     def _zero(self, anchor: Tensor) -> Tensor: ...
@@ -43,18 +43,48 @@ def raw_stream(tensor: Tensor) -> int:
     return stream
 
 
-@dataclasses.dataclass
+def ids_of(fetched: Any, grads: Tensor) -> Tensor:
+    """The ids of a look-up by what it has for an update; `grads` is its gradient, (..., dim)."""
+    ids = torch.empty(grads.shape[:-1], dtype=torch.int64, device=grads.device)
+    fetched.ids(ids.data_ptr(), raw_stream(ids))
+    return ids
+
+
+@dataclasses.dataclass(slots=True)
 class _Batch:
     """The gradient of one look-up: row i of `grads` belongs to the row `ids[i]`.
 
     Both may have the shape that the look-up had: (..., dim) and (...).
     """
 
-    ids: Tensor
+    ids: Tensor | None  # None: `origin` knows them
     grads: Tensor
     backward: int  # the backward pass it comes from, by torch's number
-    fetched: Any  # what the look-up has for an update, on a device
+    origin: Any  # what the look-up has for an update, on a device
+    fetched: Any  # the same as long as it is good for one
     stream: int  # on which they were made; 0 on the host
+    lookups: int = 1  # of how many it is
+    shown: Tensor | None = None  # the sparse tensor that somebody was given
+
+    def flat(self) -> tuple[Tensor, Tensor]:
+        """Ids (n,) and gradients (n, dim), which is the memory of `grads`."""
+        self.look()
+        if self.ids is None:
+            self.ids = ids_of(self.origin, self.grads)
+        return self.ids.reshape(-1), self.grads.reshape(-1, self.grads.shape[-1])
+
+    def look(self) -> None:
+        """Take what has become of the sparse tensor: torch changes some in place by other parts."""
+        if self.shown is None:
+            return
+        assert self.ids is not None
+        ids, grads = self.shown._indices()[0], self.shown._values()
+        if grads.data_ptr() != self.grads.data_ptr() or len(ids) * grads.shape[-1] != (
+            self.grads.numel()
+        ):
+            self.grads = grads.detach().contiguous()
+            if len(ids) != self.ids.numel() or ids.data_ptr() != self.ids.data_ptr():
+                self.ids, self.origin, self.fetched = ids, None, None
 
 
 class Pending:
@@ -75,14 +105,16 @@ class Pending:
         self._batches: list[_Batch] = []
         self._arriving: list[_Batch] = []
 
-    def append(self, anchor: Tensor, ids: Tensor, grads: Tensor, fetched: Any = None) -> None:
-        """From within a backward pass."""
+    def append(
+        self, anchor: Tensor, ids: Tensor | None, grads: Tensor, fetched: Any = None
+    ) -> None:
+        """From within a backward pass. Without ids, `fetched` has them."""
+        backward, stream = torch._C._current_graph_task_id(), raw_stream(grads)
+        batch = _Batch(ids, grads, backward, fetched, fetched, stream)
         with self._lock:
             if self._dropped(anchor):
                 self._batches.clear()
-            self._arriving.append(
-                _Batch(ids, grads, torch._C._current_graph_task_id(), fetched, raw_stream(grads))
-            )
+            self._arriving.append(batch)
 
     def settle(self) -> None:
         """From within a backward pass: it has given the anchor its gradient."""
@@ -95,23 +127,40 @@ class Pending:
                 mark.grad = torch.zeros_like(mark)
 
     def gradients(self, anchor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Ids (n,) and gradients (n, dim) that count: no backward pass is under way."""
+        """Ids (n,) and gradients (n, dim) that count: no backward pass is under way.
+
+        The gradients are what the next step takes: a change of them in place acts.
+        """
         if self._dropped(anchor):
             self.drop()
         with self._lock:
             self._arriving.clear()
-            batches = list(self._batches)
-        if not batches:
-            return None
-        return joined(
-            [
-                (batch.ids.reshape(-1), batch.grads.reshape(-1, batch.grads.shape[-1]))
-                for batch in batches
-            ]
-        )
+            if not self._batches:
+                return None
+            if len(self._batches) > 1:
+                ids, grads = joined([batch.flat() for batch in self._batches])
+                lookups = sum(batch.lookups for batch in self._batches)
+                last = self._batches[-1]
+                self._batches = [
+                    _Batch(ids, grads, last.backward, None, None, raw_stream(grads), lookups)
+                ]
+            return self._batches[0].flat()
 
-    def kept(self, anchor: Tensor) -> tuple[Any, Tensor] | None:
-        """What a single look-up has for the update, and its gradients, (..., dim) in C order.
+    def shown(self, anchor: Tensor, size: torch.Size) -> Tensor | None:
+        """The gradients that count as a sparse tensor: the same one until there are others."""
+        found = self.gradients(anchor)
+        if found is None:
+            return None
+        with self._lock:
+            batch = self._batches[0]
+            if batch.shown is None:
+                batch.shown = torch.sparse_coo_tensor(
+                    found[0].unsqueeze(0), found[1], size=size, check_invariants=True
+                )
+            return batch.shown
+
+    def kept(self, anchor: Tensor) -> tuple[Any, Tensor, int] | None:
+        """What a single look-up has for the update, its gradients, (..., dim) in C order, a stream.
 
         None where there are several, or none, or the current stream is not theirs. It is good for
         one update: a second call finds nothing.
@@ -122,18 +171,20 @@ class Pending:
             if len(self._batches) != 1:
                 return None
             batch = self._batches[0]
+            batch.look()
             if batch.fetched is None or raw_stream(batch.grads) != batch.stream:
                 return None
             self._arriving.clear()
             fetched, batch.fetched = batch.fetched, None
-            return fetched, batch.grads
+            return fetched, batch.grads, batch.stream
 
     def forget_kept(self) -> int:
         """How many look-ups the gradients are of; what they have for an update is given up."""
         with self._lock:
             for batch in self._batches:
-                batch.fetched = None
-            return len(self._batches)
+                batch.flat()  # from here on it has its ids
+                batch.origin = batch.fetched = None
+            return sum(batch.lookups for batch in self._batches)
 
     def _dropped(self, anchor: Tensor) -> bool:
         """Whether somebody has set a gradient to None."""
@@ -202,6 +253,15 @@ def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     )
 
 
+with torch.inference_mode(False):
+    # Saved where there is nothing to save: by saved tensors a graph knows that it has been freed.
+    _NOTHING = torch.empty(0)
+
+# Whether the graph of the backward pass under way is kept for another one. A torch that does not
+# say so keeps it.
+_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
 class Lookup(torch.autograd.Function):
     """Rows of a table as a function of nothing but the anchor, which makes them part of a graph."""
 
@@ -211,9 +271,15 @@ class Lookup(torch.autograd.Function):
         ctx.fetched = fetched
         ctx.origin = (source, anchor, lead)
         # A copy: between here and the optimizer's step the caller may refill the buffer it gave.
-        ctx.save_for_backward(
-            ids.clone() if ids.dtype is torch.int64 else ids.to(torch.int64, copy=True)
-        )
+        # What was fetched for an update has one already.
+        ctx.saves_ids = fetched is None or lead != 0
+        if not ctx.saves_ids:
+            ctx.ids = None
+            ctx.save_for_backward(_NOTHING)
+        else:
+            ctx.save_for_backward(
+                ids.clone() if ids.dtype is torch.int64 else ids.to(torch.int64, copy=True)
+            )
         ctx.set_materialize_grads(False)
         if fetched is not None:
             fetched.check()  # the device has looked at the ids meanwhile
@@ -231,8 +297,12 @@ def _collected(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None
     alone = is_alone(grad)
     (ids,) = ctx.saved_tensors
     source, anchor, lead = ctx.origin
-    source._collect(ids, grad, lead, ctx.fetched, alone)
-    ctx.fetched = None
+    fetched, ctx.fetched = ctx.fetched, None
+    if not ctx.saves_ids:
+        if fetched is not None and _is_kept():
+            ctx.ids = ids_of(fetched, grad)  # for the next pass, when others may be of this set
+        ids = ctx.ids
+    source._collect(ids, grad, lead, fetched, alone)
     return source._zero(anchor), None, None, None
 
 
@@ -264,6 +334,36 @@ def _collected_small(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None
 
 
 _again_small = once_differentiable(_collected_small)
+
+
+class HostLookup(torch.autograd.Function):
+    """`Lookup` of many rows that have been fetched already, in a list: they are no input."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, rows: list[Tensor], ids: NDArray[np.int64], source: Source
+    ) -> Tensor:
+        ctx.origin = (source, anchor, ids)
+        ctx.save_for_backward(_NOTHING)
+        ctx.set_materialize_grads(False)
+        return rows.pop()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        return _again_host(ctx, grad) if torch.is_grad_enabled() else _collected_host(ctx, grad)
+
+
+def _collected_host(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+    if grad is None:
+        return None, None, None, None
+    alone = is_alone(grad)
+    _ = ctx.saved_tensors  # an error if the graph has been freed
+    source, anchor, ids = ctx.origin
+    source._collect(torch.from_numpy(ids), grad, 0, None, alone)
+    return source._zero(anchor), None, None, None
+
+
+_again_host = once_differentiable(_collected_host)
 
 
 # --- torch.compile --------------------------------------------------------------------------------

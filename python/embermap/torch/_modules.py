@@ -16,7 +16,17 @@ from .. import optim as optimizers
 from .._prefetch import Prefetcher
 from .._store import Store
 from .._table import Prefetch, Table
-from ._lookup import Ahead, Lookup, Pending, SmallLookup, raw_stream, register, traced
+from ._lookup import (
+    Ahead,
+    HostLookup,
+    Lookup,
+    Pending,
+    SmallLookup,
+    ids_of,
+    raw_stream,
+    register,
+    traced,
+)
 from ._weight import Weight
 
 # Up to here the memory for rows comes from NumPy, which takes half the time of torch.
@@ -27,6 +37,8 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.float64: np.dtype(np.float64),
     torch.float16: np.dtype(np.float16),
 }
+
+_ZEROS = 256  # gradients of an anchor that are made at once
 
 _WORTH_PREFETCHING = 64  # ids, from which a collection reads ahead
 
@@ -69,7 +81,7 @@ class TableModule(nn.Module):
         self._watched: weakref.ref[Tensor] | None = None  # the anchor that tells of its gradient
         self._single = True  # the last step was of one look-up
         self._ahead = Ahead()
-        self._no_gradient: Tensor | None = None
+        self._zeros: list[Tensor] = []  # gradients of the anchor that nobody has had
         self._handle = register(self)
 
     # --- what it is -------------------------------------------------------------------------------
@@ -152,15 +164,19 @@ class TableModule(nn.Module):
         """Ids (n,) and gradients (n, dim) of all backward passes since they were dropped last."""
         return self._pending.gradients(self.anchor)
 
-    def _kept(self) -> tuple[Any, Tensor] | None:
+    def _kept(self) -> tuple[Any, Tensor, int] | None:
         """What the one look-up of the gradients has kept for an update, and these; once."""
-        return self._pending.kept(self.anchor)
+        anchor = self._parameters["anchor"]
+        assert anchor is not None
+        return self._pending.kept(anchor)
 
-    def _update_from(self, kept: Any, grads: Tensor) -> bool:
+    def _update_from(self, live: Any, kept: Any, grads: Tensor, stream: int) -> bool:
         """Update the table from what a look-up kept; False, and nothing done, if rows changed."""
         self._single = True
-        return self.table._live.update_kept(
-            kept, grads.numel() // self._dim, grads.data_ptr(), self.table._dtype, raw_stream(grads)
+        return bool(
+            live.update_kept(
+                kept, grads.numel() // self._dim, grads.data_ptr(), self.table._dtype, stream
+            )
         )
 
     def _forget_kept(self, shared: bool) -> None:
@@ -182,8 +198,14 @@ class TableModule(nn.Module):
             if small is not None:
                 found: Tensor = SmallLookup.apply(anchor, *small, self)  # type: ignore[no-untyped-call]
                 return found
-            rows: Tensor = Lookup.apply(anchor, ids, self, lead)  # type: ignore[no-untyped-call]
-            return rows
+            if not lead and self.max_norm is None and _is_on_host(ids):
+                # A copy: between here and the optimizer's step the caller may refill the buffer.
+                own = ids.numpy().copy()
+                rows = [self._fetch_host(own)]
+                found = HostLookup.apply(anchor, rows, own, self)  # type: ignore[no-untyped-call]
+            else:
+                found = Lookup.apply(anchor, ids, self, lead)  # type: ignore[no-untyped-call]
+            return found
         return self._fetch(ids, lead)
 
     def _fetch_small(self, ids: Tensor) -> tuple[NDArray[Any], NDArray[np.int64]] | None:
@@ -191,7 +213,7 @@ class TableModule(nn.Module):
 
         What Table.gather does, without what small batches would wait for most. None for others.
         """
-        if ids.dtype is not torch.int64 or not ids.is_cpu or ids.layout is not torch.strided:
+        if not _is_on_host(ids):
             return None
         kind = _NUMPY.get(self._dtype)
         if kind is None or ids.numel() * self._dim * kind.itemsize > _SMALL_BYTES:
@@ -202,6 +224,13 @@ class TableModule(nn.Module):
         rows: NDArray[Any] = np.empty((*own.shape, self._dim), kind)
         self.table._live.gather(flat, rows.reshape(-1).view(np.uint8), "weight")
         return rows, flat
+
+    def _fetch_host(self, ids: NDArray[np.int64]) -> Tensor:
+        """Rows of ids in C order, of shape ids.shape + (dim,), as Table.gather gives them."""
+        rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype)
+        out = rows.view(torch.uint8).numpy().reshape(-1)
+        self.table._live.gather(ids.reshape(-1), out, "weight")
+        return rows
 
     def _fetch(self, ids: Tensor, lead: int) -> Tensor:
         """Rows of the ids, of shape ids.shape + (dim,), or (lead + n, dim)."""
@@ -245,31 +274,35 @@ class TableModule(nn.Module):
         if not ids.is_cuda or not self._single or self.padding_idx is not None or self.max_norm:
             return self._fetch(ids, lead), None
         if not lead:
-            table, place = self.table, self.table._store.device
-            if ids.dtype is torch.int64 and ids.is_contiguous() and ids.get_device() == place:
+            if ids.dtype is torch.int64 and ids.is_contiguous():
+                live, place = self.table._live, ids.get_device()  # of another one the core tells
                 # What it does below, without what small batches would wait for most.
-                rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype, device=ids.device)
-                kept = self._ahead.take(table._live, ids, rows)
+                rows = ids.new_empty((*ids.shape, self._dim), dtype=self._dtype)
+                kept = self._ahead.take(live, ids, rows) if self._ahead else None
                 if kept is None:
-                    kept = table._live.gather_working_set(
+                    kept = live.gather_working_set(
                         place, ids.data_ptr(), ids.numel(), rows.data_ptr(), raw_stream(ids), True
                     )
                 return rows, kept if kept else None
-            return table._gather_for_update(ids)
+            return self.table._gather_for_update(ids)
         rows = torch.zeros((lead + ids.numel(), self._dim), dtype=self._dtype, device=ids.device)
         return rows, self.table._gather_for_update(ids.reshape(-1), rows[lead:])[1]
 
     def _collect(
-        self, ids: Tensor, grad: Tensor, lead: int, fetched: Any = None, alone: bool = False
+        self, ids: Tensor | None, grad: Tensor, lead: int, fetched: Any = None, alone: bool = False
     ) -> None:
         """From within a backward pass: keep the gradient of the rows that `_fetch` gave.
 
-        `alone`: nobody else has it, so that it may stay where it is.
+        `alone`: nobody else has it, so that it may stay where it is. Ids that are None are those of
+        what was fetched, and of `grad.shape[:-1]`.
         """
         grads = grad if grad.layout is torch.strided else grad.to_dense()
         if lead or self.padding_idx is not None or self.scale_grad_by_freq:
+            if ids is None:
+                ids = ids_of(fetched, grads)
             ids, grads = ids.reshape(-1), grads.reshape(-1, self._dim)[lead:]
         if self.padding_idx is not None:
+            assert ids is not None
             kept = ids != self.padding_idx
             ids, grads = ids[kept], grads[kept]
         elif not alone or not grads.is_contiguous():
@@ -282,17 +315,23 @@ class TableModule(nn.Module):
         self._pending.append(self.anchor, ids, grads, fetched)
 
     def _zero(self, anchor: Tensor) -> Tensor:
-        """The anchor's gradient, which is always zero: the same memory as long as that is so."""
-        zero = self._no_gradient
-        # Gradients that are added up, clipped or scaled are written to.
-        if (
-            zero is None
-            or zero._version != 0
-            or zero.dtype is not anchor.dtype
-            or zero.device != anchor.device
-        ):
-            zero = self._no_gradient = torch.zeros_like(anchor.detach())
-        return zero.detach()
+        """The anchor's gradient, which is always zero, in memory that no other pass has.
+
+        Gradients that are added up, clipped or scaled are written to, and `grad.data` so that no
+        version tells of it. On a device each zero of its own would take a kernel.
+        """
+        try:
+            zero = self._zeros.pop()
+        except IndexError:
+            zero = None
+        if zero is None or zero.dtype is not anchor.dtype or zero.device != anchor.device:
+            if anchor.shape != (1,):
+                return torch.zeros_like(anchor.detach())
+            block = torch.zeros(_ZEROS, dtype=anchor.dtype, device=anchor.device)
+            zeros = [part.detach() for part in torch.split(block, 1)]
+            zero = zeros.pop()
+            self._zeros = zeros
+        return zero
 
     def _watch(self) -> None:
         """Have the anchor tell of its gradient; it is another one after some kinds of loading."""
@@ -313,7 +352,7 @@ class TableModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies begin without gradients, as those of parameters do, and watch their own anchor.
-        own = ("_pending", "_watched", "_handle", "_ahead", "_no_gradient")
+        own = ("_pending", "_watched", "_handle", "_ahead", "_zeros")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -516,7 +555,10 @@ class EmbeddingBag(TableModule):
         rows = self._lookup(ids, lead)
         if ids.numel() == 0:
             bags = offsets.numel() - int(beyond)
-            return rows.sum(0, keepdim=True).expand(bags, self._dim).clone()
+            nothing = rows.sum(0, keepdim=True)
+            if weights is not None:
+                nothing = nothing + weights.sum()  # which have a gradient, of no elements
+            return nothing.expand(bags, self._dim).clone()
         index = torch.arange(lead, lead + ids.numel(), device=ids.device)
         if padding is not None:
             # Row 0 stands for padding, wherever it is in the batch.
@@ -660,6 +702,11 @@ class EmbeddingCollection(nn.Module):
                 and not self[feature].table.stats()["whole"]
             ):
                 self[feature].prefetch(ids)
+
+
+def _is_on_host(ids: Tensor) -> bool:
+    """Whether they are memory of int64 on the host."""
+    return ids.dtype is torch.int64 and ids.is_cpu and ids.layout is torch.strided
 
 
 def _padding(table: Table, padding_idx: int | None) -> int | None:

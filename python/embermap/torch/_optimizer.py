@@ -99,8 +99,8 @@ class Optimizer(torch.optim.Optimizer):
             if name not in inner and all(name in group for group in groups.values())
         }
         self._waiting = list(members.values())
-        # What each table was told last: the table's count of such changes, names, values.
-        self._told: dict[int, tuple[int, tuple[str, ...], tuple[Any, ...]]] = {}
+        # What each table was told last: the table's count of such changes, names with values.
+        self._told: dict[int, tuple[int, tuple[tuple[str, Any], ...]]] = {}
         super().__init__(list(groups.values()), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -188,12 +188,13 @@ class Optimizer(torch.optim.Optimizer):
         for number, (group, modules) in enumerate(
             zip(self.param_groups, self._tables, strict=True)
         ):
-            table = modules[0].table
-            kept = modules[0]._kept() if len(modules) == 1 else None
+            module = modules[0]
+            kept = module._kept() if len(modules) == 1 else None
             if kept is not None:
-                self._tell(number, group, table)
-                if modules[0]._update_from(*kept):
-                    group[COUNT] = table.step
+                live = module.table._live
+                self._tell(number, group, module.table, live)
+                if module._update_from(live, *kept):
+                    group[COUNT] = live.step
                     continue
             self._update(number, group, modules)
         return loss
@@ -212,10 +213,21 @@ class Optimizer(torch.optim.Optimizer):
         gradients = [part for part in waiting if part is not None]
         if not gradients:
             return
-        self._tell(number, group, table)
+        self._tell(number, group, table, table._live)
         for module in modules:
             module._forget_kept(shared=len(gradients) > 1)
         ids, grads = joined(gradients)
+        if (
+            ids.is_cpu
+            and grads.is_cpu
+            and grads.dtype is modules[0]._dtype
+            and grads.shape == (len(ids), table.dim)
+        ):
+            # What it does below, without what small batches would wait for most.
+            values = grads.contiguous().view(torch.uint8).numpy().reshape(-1)
+            table._live.update(ids.contiguous().numpy(), values, table._dtype, None)
+            group[COUNT] = table.step
+            return
         for part in (ids, grads):
             # They are ours, and freed in the order of the stream of the backward pass.
             if part.is_cuda:
@@ -223,23 +235,23 @@ class Optimizer(torch.optim.Optimizer):
         table.update(ids, grads)
         group[COUNT] = table.step
 
-    def _tell(self, number: int, group: dict[str, Any], table: Any) -> None:
+    def _tell(self, number: int, group: dict[str, Any], table: Any, live: Any) -> None:
         """Make the hyperparameters of a group those of its table, if either has changed."""
         told = self._told.get(number)
-        version = table._live.optimizer_version
-        if told is not None and told[0] == version:
-            names, values = told[1:]
-            if all(group[name] is value for name, value in zip(names, values, strict=True)):
+        if told is not None and told[0] == live.optimizer_version:
+            for name, value in told[1]:
+                if group[name] is not value:
+                    break
+            else:
                 return
         current = table.optimizer
         optimizer = _optimizer_of(group, current)
         if optimizer != current:
             table.optimizer = optimizer
-        names = tuple(_names(optimizer))
-        values = tuple(group[name] for name in names)
+        values = tuple((name, group[name]) for name in _names(optimizer))
         # Of what can be changed in place, only comparing the contents would tell.
-        if all(_is_fixed(value) for value in values):
-            self._told[number] = (table._live.optimizer_version, names, values)
+        if all(_is_fixed(value) for _, value in values):
+            self._told[number] = (live.optimizer_version, values)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that wait. Both values of `set_to_none` do the same."""

@@ -57,13 +57,12 @@ class Weight:
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradients that wait for a step: sparse, not coalesced, of shape (rows, dim)."""
-        found = self._module._gradients()
-        if found is None:
-            return None
-        return torch.sparse_coo_tensor(
-            found[0].unsqueeze(0), found[1], size=self.shape, check_invariants=True
-        )
+        """The gradients that wait for a step: sparse, not coalesced, of shape (rows, dim).
+
+        The same tensor until another backward pass adds to it. What is done to it in place acts on
+        the next step.
+        """
+        return self._module._pending.shown(self._module.anchor, self.shape)
 
     @property
     def data(self) -> Weight:
