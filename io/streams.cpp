@@ -174,18 +174,24 @@ class StreamedFile::Ahead {
 
   void read(std::uint64_t offset, std::span<std::byte> out) {
     while (!out.empty()) {
-      const std::uint64_t index = (offset - begin_) / ring_.block();
-      const std::uint64_t inside = (offset - begin_) % ring_.block();
-      const std::uint64_t now = std::min<std::uint64_t>(out.size(), ring_.block() - inside);
-      if (index > emptied_) ring_.emptied(emptied_ = index);
-      // Block by block: to wait for a block that has no room yet would not end.
-      if (!ring_.wait_for_block(index)) ring_.rethrow();
-      std::memcpy(out.data(), ring_.slot(index) + inside, now);
-      if (inside + now == ring_.block()) ring_.emptied(emptied_ = index + 1);
-      offset += now;
-      out = out.subspan(now);
-      next_ = offset;
+      const std::span<const std::byte> piece = view(offset, out.size());
+      std::memcpy(out.data(), piece.data(), piece.size());
+      offset += piece.size();
+      out = out.subspan(piece.size());
+      // What was read is given back at once: its room is waited for.
+      if ((offset - begin_) % ring_.block() == 0) ring_.emptied(emptied_ = (offset - begin_) / ring_.block());
     }
+  }
+
+  // What lies together of [offset, + most), block by block: to wait for a block that has no room yet would not end. The blocks
+  // before are given back.
+  std::span<const std::byte> view(std::uint64_t offset, std::uint64_t most) {
+    const std::uint64_t index = (offset - begin_) / ring_.block(), inside = (offset - begin_) % ring_.block();
+    if (index > emptied_) ring_.emptied(emptied_ = index);
+    if (!ring_.wait_for_block(index)) ring_.rethrow();
+    const std::uint64_t now = std::min(most, ring_.block() - inside);
+    next_ = offset + now;
+    return {ring_.slot(index) + inside, now};
   }
 
  private:
@@ -262,6 +268,17 @@ void StreamedFile::read(std::uint64_t offset, std::span<std::byte> out) {
   if (ahead_->done()) leave();
 }
 
+std::span<const std::byte> StreamedFile::view(std::uint64_t offset, std::uint64_t most) {
+  // The last piece may still be looked at when all was read, so nothing ends here.
+  if (ahead_ && ahead_->ours() && ahead_->holds(offset, std::max<std::uint64_t>(1, most))) try {
+      return ahead_->view(offset, most);
+    } catch (...) {
+      leave();
+      throw;
+    }
+  return {};
+}
+
 bool StreamedFile::sparse() const {
   const struct stat status = file_.status();
   return static_cast<std::uint64_t>(status.st_blocks) * 512 < static_cast<std::uint64_t>(status.st_size) / 2;
@@ -295,6 +312,7 @@ class StreamWriter::Behind {
   std::uint64_t bytes() const noexcept { return ring_.bytes(); }
 
   void write(std::span<const std::byte> bytes) {
+    if (!bytes.empty()) ring_in_use_ = true;
     while (!bytes.empty()) {
       const std::uint64_t index = (at_ - first_) / ring_.block(), inside = (at_ - first_) % ring_.block();
       if (!ring_.wait_for_room(index)) ring_.rethrow();
@@ -304,6 +322,23 @@ class StreamWriter::Behind {
       bytes = bytes.subspan(now);
       if (inside + now == ring_.block()) ring_.filled(index + 1);
     }
+  }
+
+  // What lies in memory as it will in units of the file is written from there, by the caller's thread; the ends that fill no
+  // unit go through the page cache. All else by the ring.
+  void write_view(std::span<const std::byte> bytes) {
+    constexpr std::uint64_t kUnit = AlignedBuffer::kAlignment;
+    const auto place = reinterpret_cast<std::uintptr_t>(bytes.data());
+    if (ring_in_use_ || !uses_direct_ || owner_.zero_from_ != UINT64_MAX || (place - at_) % kUnit != 0) return write(bytes);
+    const std::uint64_t head = std::min<std::uint64_t>(bytes.size(), (kUnit - at_ % kUnit) % kUnit);
+    const std::uint64_t tail = (bytes.size() - head) % kUnit;
+    owner_.put(at_, bytes.first(head));
+    put_direct(at_ + head, bytes.subspan(head, bytes.size() - head - tail));
+    owner_.put(at_ + bytes.size() - tail, bytes.last(tail));
+    at_ += bytes.size();
+    // The ring, if it is wanted yet, begins here. Its thread looks at this when it is given a block.
+    written_ = at_;
+    first_ = round_down(at_, ring_.block());
   }
 
   // The block that is not full goes through the page cache, whatever its end: direct I/O takes whole units only.
@@ -318,28 +353,38 @@ class StreamWriter::Behind {
  private:
   void write_block(std::uint64_t index, std::uint64_t end) {
     const auto all = std::span<const std::byte>(ring_.slot(index), ring_.block());
-    auto rest = all.subspan(written_ - (end - ring_.block()));
-    std::uint64_t at = written_;
-    while (uses_direct_ && owner_.zero_from_ == UINT64_MAX && !rest.empty() && at % AlignedBuffer::kAlignment == 0) {
-      const ssize_t got = owner_.file_.ops().pwrite(direct_.fd(), rest.data(), rest.size(), static_cast<off_t>(at));
+    const auto rest = all.subspan(written_ - (end - ring_.block()));
+    if (owner_.zero_from_ == UINT64_MAX && written_ % AlignedBuffer::kAlignment == 0)
+      put_direct(written_, rest);
+    else
+      owner_.put(written_, rest);
+  }
+
+  // Whole units; where the file system does not take them directly after all, through the page cache.
+  void put_direct(std::uint64_t at, std::span<const std::byte> bytes) {
+    while (uses_direct_ && !bytes.empty() && at % AlignedBuffer::kAlignment == 0) {
+      const ssize_t got = owner_.file_.ops().pwrite(direct_.fd(), bytes.data(), bytes.size(), static_cast<off_t>(at));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && refuses_direct(errno)) {
         uses_direct_ = false;
         break;
       }
-      if (got <= 0) throw IoError(got < 0 ? errno : EIO, "pwrite", owner_.file_.path(), at, rest.size());
+      if (got <= 0) throw IoError(got < 0 ? errno : EIO, "pwrite", owner_.file_.path(), at, bytes.size());
       at += static_cast<std::uint64_t>(got);
-      rest = rest.subspan(static_cast<std::size_t>(got));
+      bytes = bytes.subspan(static_cast<std::size_t>(got));
     }
-    if (!rest.empty()) owner_.put(at, rest);
+    if (!bytes.empty()) owner_.put(at, bytes);
   }
 
   const StreamWriter& owner_;
   DirectFile direct_;
-  const std::uint64_t first_;
+  // Where the ring's first block would begin; written_ and uses_direct_ too are its thread's once that is in use, until all
+  // blocks are emptied.
+  std::uint64_t first_;
   std::uint64_t at_;
-  bool uses_direct_;       // the thread's
-  std::uint64_t written_;  // the thread's, until all blocks are emptied
+  bool uses_direct_;
+  std::uint64_t written_;
+  bool ring_in_use_ = false;  // the caller's
   Ring ring_;
 };
 
@@ -382,6 +427,12 @@ void StreamWriter::write(std::span<const std::byte> bytes) {
     put(at_ - bytes.size(), bytes);
   else
     pending_.insert(pending_.end(), bytes.begin(), bytes.end());
+}
+
+void StreamWriter::write_view(std::span<const std::byte> bytes) {
+  if (!behind_) return write(bytes);
+  at_ += bytes.size();
+  behind_->write_view(bytes);
 }
 
 void StreamWriter::flush() {

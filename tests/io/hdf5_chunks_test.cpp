@@ -229,7 +229,8 @@ TEST_F(Hdf5ChunksTest, DamagedChunksAreNamed) {
     ChunkLayout other;
     other.chunk_bytes = rows * 32;
     other.filters = {{Filter::Kind::kDeflate, 6}};
-    std::vector<std::byte> data(rows * 32, std::byte{7}), scratch;
+    std::vector<std::byte> data(rows * 32, std::byte{7});
+    ChunkScratch scratch;
     EXPECT_EQ(pack_chunk(other, data, scratch), 0U);
     EXPECT_THAT(refuse(data, 0, gzip), HasSubstr(rows < 4 ? "unpacks to 96 bytes" : "more than a chunk"));
   }
