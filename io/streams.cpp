@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
@@ -17,6 +18,7 @@
 #include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "base/thread_pool.hpp"
 #include "io/direct_file.hpp"
 #include "io/io_plan.hpp"
 
@@ -49,6 +51,17 @@ bool refuses_direct(int error) { return error == EINVAL || error == EOPNOTSUPP; 
 
 std::string how_of(const DirectFile& file) {
   return file.alignment().offset > 0 ? std::string("direct") : fmt::format("buffered ({})", file.why());
+}
+
+// Calls body(begin, end) for both halves of [0, bytes), which begin at whole units, at the same time: a disk has something to do
+// while the thread that waited for one of them is on its way.
+template <class Body>
+void in_halves(ThreadPool& pool, std::uint64_t bytes, Body body) {
+  const std::uint64_t half = round_up(bytes / 2, AlignedBuffer::kAlignment);
+  if (bytes < kSmallestBlock) return body(std::uint64_t{0}, bytes);
+  pool.parallel_for(2, 1, [&](std::uint64_t first, std::uint64_t end) {
+    for (std::uint64_t i = first; i < end; ++i) body(i == 0 ? 0 : half, i == 0 ? half : bytes);
+  });
 }
 
 // One thread fills or empties blocks of a ring, another the other way. Blocks are numbered from 0 on; block i lies in slot
@@ -203,9 +216,16 @@ class StreamedFile::Ahead {
       out.data(), out.size()
     };
     if (file_.ops().preadv_cached(file_.fd(), &piece, 1, static_cast<off_t>(offset)) == static_cast<ssize_t>(out.size())) return;
+    if (!uses_direct_) return file_.read(offset, out);
+    in_halves(pool_, out.size(),
+              [&](std::uint64_t begin, std::uint64_t end) { read_direct(offset + begin, out.subspan(begin, end - begin)); });
+  }
+
+  // From a whole unit on, and there is room to the end of the last one.
+  void read_direct(std::uint64_t offset, std::span<std::byte> out) {
     std::uint64_t done = 0;
     while (uses_direct_ && done < out.size()) {
-      const std::uint64_t wanted = round_up(out.size() - done, AlignedBuffer::kAlignment);  // there is room: blocks are multiples
+      const std::uint64_t wanted = round_up(out.size() - done, AlignedBuffer::kAlignment);
       const ssize_t got = file_.ops().pread(direct_.fd(), out.data() + done, wanted, static_cast<off_t>(offset + done));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && refuses_direct(errno))
@@ -229,7 +249,8 @@ class StreamedFile::Ahead {
   DirectFile direct_;
   std::uint64_t begin_, end_;
   bool sparse_;
-  bool uses_direct_;  // the thread's
+  std::atomic<bool> uses_direct_;
+  ThreadPool pool_{2};
   std::uint64_t next_ = 0, emptied_ = 0;
   pid_t owner_ = ::getpid();
   Ring ring_;
@@ -333,7 +354,7 @@ class StreamWriter::Behind {
     const std::uint64_t head = std::min<std::uint64_t>(bytes.size(), (kUnit - at_ % kUnit) % kUnit);
     const std::uint64_t tail = (bytes.size() - head) % kUnit;
     owner_.put(at_, bytes.first(head));
-    put_direct(at_ + head, bytes.subspan(head, bytes.size() - head - tail));
+    put_in_halves(at_ + head, bytes.subspan(head, bytes.size() - head - tail));
     owner_.put(at_ + bytes.size() - tail, bytes.last(tail));
     at_ += bytes.size();
     // The ring, if it is wanted yet, begins here. Its thread looks at this when it is given a block.
@@ -355,9 +376,14 @@ class StreamWriter::Behind {
     const auto all = std::span<const std::byte>(ring_.slot(index), ring_.block());
     const auto rest = all.subspan(written_ - (end - ring_.block()));
     if (owner_.zero_from_ == UINT64_MAX && written_ % AlignedBuffer::kAlignment == 0)
-      put_direct(written_, rest);
+      put_in_halves(written_, rest);
     else
       owner_.put(written_, rest);
+  }
+
+  void put_in_halves(std::uint64_t at, std::span<const std::byte> bytes) {
+    in_halves(pool_, bytes.size(),
+              [&](std::uint64_t begin, std::uint64_t end) { put_direct(at + begin, bytes.subspan(begin, end - begin)); });
   }
 
   // Whole units; where the file system does not take them directly after all, through the page cache.
@@ -378,12 +404,12 @@ class StreamWriter::Behind {
 
   const StreamWriter& owner_;
   DirectFile direct_;
-  // Where the ring's first block would begin; written_ and uses_direct_ too are its thread's once that is in use, until all
-  // blocks are emptied.
+  // Where the ring's first block would begin; written_ too is its thread's once that is in use, until all blocks are emptied.
   std::uint64_t first_;
   std::uint64_t at_;
-  bool uses_direct_;
+  std::atomic<bool> uses_direct_;
   std::uint64_t written_;
+  ThreadPool pool_{2};
   bool ring_in_use_ = false;  // the caller's
   Ring ring_;
 };

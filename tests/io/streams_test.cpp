@@ -309,7 +309,7 @@ TEST_F(StreamsTest, ViewsAreWhatIsReadWhereverTheyGo) {
             file.write(0, std::string(begin + shift, '.'));
             StreamWriter to(file, begin + shift);
             ASSERT_GT(to.write_behind(kBytes - begin, memory), 0U);
-            EXPECT_GT(copy_views(from, begin, kBytes, to, most), kBytes / std::min(most, memory));
+            EXPECT_GE(copy_views(from, begin, kBytes, to, most), kBytes / std::min(most, memory));
             // And more behind them, which goes by the ring.
             to.write(std::as_bytes(std::span(data)).first(100));
             to.flush();

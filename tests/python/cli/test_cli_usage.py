@@ -100,7 +100,6 @@ def test_every_command_has_help_with_examples(cli: Embermap, command: str) -> No
         ["create", "t/x", "--rows", "4", "--dim", "2", "--memory", "lots"],
         ["create", "t/x", "--rows", "4", "--dim", "2", "--memory", "0"],
         ["convert", "a.npy"],
-        ["convert", "a.xyz", "b.npy"],
         ["convert", "a.npy", "b.npy", "--gzip", "4"],
         ["convert", "a.npy", "b.h5:/v", "--gzip", "10"],
         ["convert", "a.npy", "b.npy", "--dtype", "complex64"],
