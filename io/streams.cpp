@@ -27,14 +27,15 @@ namespace {
 
 constexpr std::uint64_t kLargestBlock = 4_MiB;
 constexpr std::uint64_t kSmallestBlock = 256_KiB;
-constexpr std::uint64_t kBlocks = 4;             // of a ring
-constexpr std::uint64_t kWorthAThread = 16_MiB;  // less is read and written by the caller
-constexpr std::uint64_t kPendingBytes = 1_MiB;   // small writes are gathered to this
-constexpr std::uint64_t kHoleBytes = 64_KiB;     // zeros are left out in pieces of so many bytes
+constexpr std::uint64_t kFewestBlocks = 4, kMostBlocks = 8;  // of a ring
+constexpr std::uint64_t kWorthAThread = 16_MiB;              // less is read and written by the caller
+constexpr std::uint64_t kPendingBytes = 1_MiB;               // small writes are gathered to this
+constexpr std::uint64_t kHoleBytes = 64_KiB;                 // zeros are left out in pieces of so many bytes
 
 std::uint64_t block_bytes(std::uint64_t memory) {
-  return std::min(kLargestBlock, round_down(memory / kBlocks, AlignedBuffer::kAlignment));
+  return std::min(kLargestBlock, round_down(memory / kFewestBlocks, AlignedBuffer::kAlignment));
 }
+std::uint64_t block_count(std::uint64_t memory) { return std::clamp(memory / kLargestBlock, kFewestBlocks, kMostBlocks); }
 
 bool is_zero(std::span<const std::byte> bytes) {
   constexpr std::size_t kFirst = 64;
@@ -157,7 +158,7 @@ class Ring {
 
 class StreamedFile::Ahead {
  public:
-  Ahead(const File& file, std::uint64_t begin, std::uint64_t end, std::uint64_t block, bool sparse)
+  Ahead(const File& file, std::uint64_t begin, std::uint64_t end, std::uint64_t block, std::uint64_t blocks, bool sparse)
       : file_{file},
         direct_{file, /*direct=*/true},
         begin_{round_down(begin, AlignedBuffer::kAlignment)},
@@ -165,7 +166,7 @@ class StreamedFile::Ahead {
         sparse_{sparse},
         uses_direct_{direct_.alignment().offset > 0 && AlignedBuffer::kAlignment % direct_.alignment().offset == 0 &&
                      AlignedBuffer::kAlignment % direct_.alignment().memory == 0},
-        ring_{std::min(kBlocks, ceil_div(end - begin_, block)), block} {}
+        ring_{std::min(blocks, ceil_div(end - begin_, block)), block} {}
 
   bool start() {
     return ring_.start([this] {
@@ -270,7 +271,7 @@ std::uint64_t StreamedFile::read_ahead(std::uint64_t begin, std::uint64_t end, s
   leave();
   const std::uint64_t block = block_bytes(memory);
   if (block < kSmallestBlock || begin >= end || end - begin < kWorthAThread || lives_in_memory(file_)) return 0;
-  auto ahead = std::make_unique<Ahead>(file_, begin, end, block, sparse());
+  auto ahead = std::make_unique<Ahead>(file_, begin, end, block, block_count(memory), sparse());
   if (!ahead->start()) return 0;
   ahead_ = std::move(ahead);
   how_ = ahead_->how();
@@ -309,7 +310,7 @@ bool StreamedFile::sparse() const {
 
 class StreamWriter::Behind {
  public:
-  Behind(const StreamWriter& owner, std::uint64_t at, std::uint64_t block)
+  Behind(const StreamWriter& owner, std::uint64_t at, std::uint64_t block, std::uint64_t blocks)
       : owner_{owner},
         direct_{owner.file_, /*direct=*/true},
         first_{round_down(at, block)},
@@ -317,7 +318,7 @@ class StreamWriter::Behind {
         uses_direct_{direct_.alignment().offset > 0 && AlignedBuffer::kAlignment % direct_.alignment().offset == 0 &&
                      AlignedBuffer::kAlignment % direct_.alignment().memory == 0},
         written_{at},
-        ring_{kBlocks, block} {}
+        ring_{blocks, block} {}
 
   bool start() {
     return ring_.start([this] {
@@ -422,7 +423,7 @@ std::uint64_t StreamWriter::write_behind(std::uint64_t bytes, std::uint64_t memo
   const std::uint64_t block = block_bytes(memory);
   if (behind_ || block < kSmallestBlock || bytes < kWorthAThread || lives_in_memory(file_)) return 0;
   flush();
-  auto behind = std::make_unique<Behind>(*this, at_, block);
+  auto behind = std::make_unique<Behind>(*this, at_, block, block_count(memory));
   if (!behind->start()) return 0;
   behind_ = std::move(behind);
   how_ = behind_->how();

@@ -221,3 +221,22 @@ def test_rows_that_are_streamed_keep_every_bit(tmp_path):
             em.convert(named(target, other_file), back, **reading(other, "float32", dim))
             assert same_bits(back, wanted, "float32"), f"{name} to {other}"
             shutil.rmtree(target)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to", "small", "large"),
+    [
+        ("float32", "float16", 1e-9, 1e9),
+        ("float64", "float16", 1e-9, 1e9),
+        ("float64", "float32", 1e-60, 1e60),
+        ("float64", "bfloat16", 1e-60, 1e60),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 4096, 9001])
+def test_what_became_zero_or_infinite_is_counted_on_both_sides(
+    quick, dtype, to, small, large, rows
+):
+    row = [small, -small, 0.0, -0.0, large, -large, np.inf, -np.inf, np.nan, 1.0]
+    np.save(quick / "x.npy", np.tile(np.array(row, dtype), (rows, 1)))
+    found = em.convert(quick / "x.npy", quick / "y.npy", dtype=to)
+    assert (found["became_zero"], found["became_infinite"]) == (2 * rows, 2 * rows)
