@@ -240,3 +240,16 @@ def test_what_became_zero_or_infinite_is_counted_on_both_sides(
     np.save(quick / "x.npy", np.tile(np.array(row, dtype), (rows, 1)))
     found = em.convert(quick / "x.npy", quick / "y.npy", dtype=to)
     assert (found["became_zero"], found["became_infinite"]) == (2 * rows, 2 * rows)
+
+
+# 512 KiB are deflated at a time; the last piece may be empty, small or whole.
+@pytest.mark.parametrize("rows", [0, 1, 1023, 1024, 1025, 9001])
+def test_numpy_inflates_what_is_deflated_in_pieces(quick, rows):
+    wanted = rows_of("float32", rows, 128) if rows else np.empty((0, 128), np.float32)
+    wanted[rows // 2 :] = 1
+    np.save(quick / "x.npy", wanted)
+    em.convert(quick / "x.npy", quick / "x.npz", gzip=6)
+    with np.load(quick / "x.npz") as file:
+        assert file["arr_0"].tobytes() == wanted.tobytes()
+    em.convert(quick / "x.npz", quick / "y.npy")
+    assert np.load(quick / "y.npy").tobytes() == wanted.tobytes()
