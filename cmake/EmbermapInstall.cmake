@@ -7,4 +7,4 @@ configure_package_config_file(cmake/embermap-config.cmake.in ${PROJECT_BINARY_DI
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/embermap-config-version.cmake COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/embermap-config.cmake ${PROJECT_BINARY_DIR}/embermap-config-version.cmake
         DESTINATION ${EMBERMAP_CMAKE_DIR} COMPONENT development)
-install(FILES cmake/FindHdf5C.cmake cmake/FindLibtorch.cmake cmake/FindUring.cmake DESTINATION ${EMBERMAP_CMAKE_DIR} COMPONENT development)
+install(FILES cmake/FindHdf5C.cmake cmake/FindLibdeflate.cmake cmake/FindLibtorch.cmake cmake/FindUring.cmake DESTINATION ${EMBERMAP_CMAKE_DIR} COMPONENT development)

@@ -7,9 +7,10 @@ option(EMBERMAP_FUZZ "Build the fuzz targets of tests/fuzz for libFuzzer (needs 
 option(EMBERMAP_WERROR "Treat warnings as errors" OFF)
 set(EMBERMAP_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (if nvcc is found), ON, OFF")
 set(EMBERMAP_NN AUTO CACHE STRING "libtorch modules in nn/: AUTO (if the torch Python package is found), ON, OFF")
+set(EMBERMAP_LIBDEFLATE AUTO CACHE STRING "libdeflate, quicker than zlib at what lies in one piece: AUTO (if it is found), ON, OFF")
 set(EMBERMAP_SANITIZE "" CACHE STRING "Sanitizers, e.g. address;undefined or thread")
 set(EMBERMAP_DEPS "" CACHE PATH "A folder laid out like /usr with headers and libraries that the system lacks")
-set_property(CACHE EMBERMAP_CUDA EMBERMAP_NN PROPERTY STRINGS AUTO ON OFF)
+set_property(CACHE EMBERMAP_CUDA EMBERMAP_NN EMBERMAP_LIBDEFLATE PROPERTY STRINGS AUTO ON OFF)
 
 if(EMBERMAP_DEPS)
   list(PREPEND CMAKE_PREFIX_PATH ${EMBERMAP_DEPS})
@@ -89,6 +90,19 @@ if(EMBERMAP_NN)  # AUTO is true as well
   else()
     set(EMBERMAP_NN OFF)
     message(STATUS "embermap: torch not found for Python, leaving out nn/ (libtorch modules)")
+  endif()
+endif()
+
+set(EMBERMAP_WITH_LIBDEFLATE OFF)
+if(EMBERMAP_LIBDEFLATE)  # AUTO is true as well
+  find_package(Libdeflate QUIET)
+  if(Libdeflate_FOUND)
+    set(EMBERMAP_WITH_LIBDEFLATE ON)
+    message(STATUS "embermap: libdeflate ${Libdeflate_VERSION} packs and unpacks chunks of HDF5")
+  elseif(NOT EMBERMAP_LIBDEFLATE STREQUAL "AUTO")
+    message(FATAL_ERROR "embermap: EMBERMAP_LIBDEFLATE=${EMBERMAP_LIBDEFLATE}, but libdeflate was not found")
+  else()
+    message(STATUS "embermap: libdeflate not found, zlib packs and unpacks chunks of HDF5, at about half the rate")
   endif()
 endif()
 

@@ -104,7 +104,8 @@ class NpzArrays final : public ArraysInTurn {
  private:
   void begin(const ArrayShape& array) override {
     const std::string header = format_npy_header(npy_descr(array.dtype), {}, 0, {array.rows, array.dim}, 0);
-    zip_.begin(array.name + ".npy", checked_add(header.size(), bytes_of(array), "bytes of an array"), options_.gzip, kAlign);
+    zip_.begin(array.name + ".npy", checked_add(header.size(), bytes_of(array), "bytes of an array"), options_.gzip, kAlign,
+               options_.threads);
     zip_.write(std::as_bytes(std::span(header)));
   }
   void write(std::uint64_t, std::span<const std::byte> bytes) override { zip_.write(bytes); }

@@ -61,24 +61,42 @@ EMBERMAP_ALWAYS_INLINE inline To convert_one(From value) {
   }
 }
 
+// The bits of a float without its sign; of an integer all of them. Comparing bits, and counting in the elements' own width, is
+// what compilers make vector code of.
 template <class T>
-EMBERMAP_ALWAYS_INLINE inline bool is_infinite(T value) {
-  if constexpr (std::is_same_v<T, Float16>)
-    return (value.bits & 0x7FFFU) == 0x7C00U;
-  else if constexpr (std::is_same_v<T, BFloat16>)
-    return (value.bits & 0x7FFFU) == 0x7F80U;
-  else if constexpr (std::is_floating_point_v<T>)
-    return std::fabs(value) > std::numeric_limits<T>::max();
+using BitsOf = std::conditional_t<
+    sizeof(T) == 1, std::uint8_t,
+    std::conditional_t<sizeof(T) == 2, std::uint16_t, std::conditional_t<sizeof(T) == 4, std::uint32_t, std::uint64_t>>>;
+template <class T>
+EMBERMAP_ALWAYS_INLINE inline BitsOf<T> magnitude_bits(T value) {
+  const auto bits = std::bit_cast<BitsOf<T>>(value);
+  if constexpr (kIsFloating<T>)
+    return static_cast<BitsOf<T>>(bits & (std::numeric_limits<BitsOf<T>>::max() >> 1));
   else
-    return false;
+    return bits;
+}
+template <class T>
+constexpr BitsOf<T> infinity_bits() {
+  if constexpr (std::is_same_v<T, Float16>)
+    return 0x7C00;
+  else if constexpr (std::is_same_v<T, BFloat16>)
+    return 0x7F80;
+  else
+    return std::bit_cast<BitsOf<T>>(std::numeric_limits<T>::infinity());
 }
 
+// How many of the elements have these magnitude_bits().
 template <class T>
-EMBERMAP_ALWAYS_INLINE inline bool is_zero(T value) {
-  if constexpr (kIsHalf<T>)
-    return (value.bits & 0x7FFFU) == 0;
-  else
-    return !(value < T{0}) && !(value > T{0}) && value == value;  // NaN is none
+EMBERMAP_ALWAYS_INLINE inline std::uint64_t count_of(const T* values, std::uint64_t count, BitsOf<T> wanted) {
+  std::uint64_t out = 0;
+  for (std::uint64_t begin = 0; begin < count; begin += 255) {  // what a byte can count
+    const std::uint64_t end = std::min(count, begin + 255);
+    BitsOf<T> here = 0;
+    for (std::uint64_t i = begin; i < end; ++i)
+      here = static_cast<BitsOf<T>>(here + static_cast<BitsOf<T>>(magnitude_bits(values[i]) == wanted));
+    out += here;
+  }
+  return out;
 }
 
 // Whether an integer of type To can hold the value exactly.
@@ -116,20 +134,20 @@ std::uint64_t convert_all(const std::byte* in, std::byte* out, std::uint64_t cou
     std::memcpy(from.data(), in + begin * sizeof(From), n * sizeof(From));
     std::uint64_t infinite = 0, zero = 0, bad = 0;
     with_widest_vectors([&]() EMBERMAP_ALWAYS_INLINE {
-      std::uint32_t infinite_here = 0, zero_here = 0, bad_here = 0;
+      std::uint32_t bad_here = 0;
       if constexpr (!kIsFloating<To>)
         for (std::uint64_t i = 0; i < n; ++i) bad_here += fits<To>(from[i]) ? 0U : 1U;
-      if (bad_here == 0) {
-        for (std::uint64_t i = 0; i < n; ++i) to[i] = convert_one<To>(from[i]);
-        if constexpr (kIsFloating<To> && !std::is_same_v<From, To>)
-          for (std::uint64_t i = 0; i < n; ++i) {
-            infinite_here += static_cast<std::uint32_t>(int{is_infinite(to[i])} & int{!is_infinite(from[i])});
-            zero_here += static_cast<std::uint32_t>(int{is_zero(to[i])} & int{!is_zero(from[i])});
-          }
-      }
-      infinite = infinite_here;
-      zero = zero_here;
       bad = bad_here;
+      if (bad_here != 0) return;
+      for (std::uint64_t i = 0; i < n; ++i) to[i] = convert_one<To>(from[i]);
+      if constexpr (kIsFloating<To> && !std::is_same_v<From, To>) {
+        // What was infinite or zero stays so: the others are those that are more.
+        infinite = count_of<To>(to.data(), n, infinity_bits<To>());
+        zero = count_of<To>(to.data(), n, 0);
+        if (zero != 0) zero -= count_of<From>(from.data(), n, 0);
+        if constexpr (kIsFloating<From>)
+          if (infinite != 0) infinite -= count_of<From>(from.data(), n, infinity_bits<From>());
+      }
     });
     if constexpr (!kIsFloating<To>)
       if (bad != 0)

@@ -312,6 +312,12 @@ StridedRows::Bytes StridedRows::bytes_of(std::uint64_t first, std::uint64_t coun
   return {begin, begin + (count - 1) * layout_.row_stride + span_};
 }
 
+std::optional<std::uint64_t> StridedRows::plain_from() const {
+  const bool together = layout_.inner.empty() && (layout_.rows == 1 || layout_.row_stride == layout_.item);
+  if (!together || layout_.element.swap || layout_.element.boolean) return std::nullopt;
+  return layout_.offset;
+}
+
 std::uint64_t StridedRows::block_rows() const {
   // A block of a Fortran file costs one read a column: larger blocks, longer reads.
   return std::max<std::uint64_t>(1, (by_column() ? 32_MiB : 4_MiB) / (items_ * layout_.item));

@@ -96,6 +96,8 @@ class StridedRows {
     std::uint64_t begin = 0, end = 0;
   };
   Bytes bytes_of(std::uint64_t first, std::uint64_t count) const;
+  // Where row 0 begins if all rows are the source's bytes as they are, one behind the other.
+  std::optional<std::uint64_t> plain_from() const;
 
  private:
   bool by_column() const;

@@ -99,6 +99,7 @@ class FlatRowReader : public RowReader {
   }
   bool sparse() const override { return prefix_ == 0 && stream_.sparse(); }
   std::string how() const override { return stream_.how(); }
+  Plain plain() override { return prefix_ == 0 ? Plain{&stream_, offset_} : Plain{}; }
 
   void read(std::uint64_t first, std::uint64_t count, std::byte* out) override {
     check_row_range(where_, first, count, rows_);
@@ -264,6 +265,11 @@ class FlatRowWriter final : public RowWriter {
     temporary_.commit();
   }
 
+  bool takes_bytes() const override { return prefix_.empty(); }
+  void write_bytes(std::span<const std::byte> bytes) override {
+    count_.add_bytes(bytes.size(), row_bytes_);
+    out_.write_view(bytes);
+  }
   std::uint64_t write_behind(std::uint64_t memory) override { return out_.write_behind(bytes_, memory); }
   std::string how() const override { return out_.how(); }
 

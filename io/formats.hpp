@@ -140,12 +140,14 @@ class RowCount {
   RowCount(std::string where, std::uint64_t rows) : where_{std::move(where)}, rows_{rows} {}
   std::uint64_t done() const noexcept { return done_; }
   void add(std::uint64_t count);
+  void add_bytes(std::uint64_t bytes, std::uint64_t row_bytes);  // of rows, in pieces of any length
   void finish();
 
  private:
   std::string where_;
   std::uint64_t rows_;
   std::uint64_t done_ = 0;
+  std::uint64_t part_ = 0;  // bytes of a row that is not whole yet
   bool finished_ = false;
 };
 

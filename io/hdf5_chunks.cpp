@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <sched.h>
-#include <zlib.h>
 
 #include <algorithm>
 #include <array>
@@ -299,8 +298,8 @@ void check_szip_chunks(const ChunkLayout& layout, hid_t dataset, std::uint64_t f
   }
 }
 
-std::string unpack_chunk(const ChunkLayout& layout, unsigned skipped, std::vector<std::byte>& data,
-                         std::vector<std::byte>& scratch) {
+std::string unpack_chunk(const ChunkLayout& layout, unsigned skipped, std::vector<std::byte>& data, ChunkScratch& memory) {
+  std::vector<std::byte>& scratch = memory.bytes;
   for (std::size_t i = layout.filters.size(); i-- > 0;) {
     if (i < 32 && (skipped >> i & 1U) != 0) continue;
     std::uint64_t most = layout.chunk_bytes;  // that this filter was given
@@ -309,13 +308,8 @@ std::string unpack_chunk(const ChunkLayout& layout, unsigned skipped, std::vecto
     switch (filter.kind) {
       case Filter::Kind::kDeflate: {
         scratch.resize(most);
-        uLongf bytes = scratch.size();
-        const int result = ::uncompress(reinterpret_cast<Bytef*>(scratch.data()), &bytes,
-                                        reinterpret_cast<const Bytef*>(data.data()), data.size());
-        if (result == Z_MEM_ERROR) throw std::bad_alloc();
-        if (result != Z_OK)
-          return fmt::format("its deflated data {}", result == Z_BUF_ERROR ? "ends early, or is more than a chunk" : "is broken");
-        scratch.resize(bytes);
+        if (const std::string_view why = memory.deflate.unpack(data, scratch); !why.empty())
+          return fmt::format("its deflated data {}", why);
         std::swap(data, scratch);
         break;
       }
@@ -351,7 +345,8 @@ std::string unpack_chunk(const ChunkLayout& layout, unsigned skipped, std::vecto
   return {};
 }
 
-unsigned pack_chunk(const ChunkLayout& layout, std::vector<std::byte>& data, std::vector<std::byte>& scratch) {
+unsigned pack_chunk(const ChunkLayout& layout, std::vector<std::byte>& data, ChunkScratch& memory) {
+  std::vector<std::byte>& scratch = memory.bytes;
   unsigned skipped = 0;
   for (std::size_t i = 0; i < layout.filters.size(); ++i) {
     const Filter& filter = layout.filters[i];
@@ -360,16 +355,11 @@ unsigned pack_chunk(const ChunkLayout& layout, std::vector<std::byte>& data, std
       shuffle(data, scratch, filter.value, /*reverse=*/false);
       std::swap(data, scratch);
     } else if (filter.kind == Filter::Kind::kDeflate) {
-      scratch.resize(::compressBound(data.size()));
-      uLongf bytes = scratch.size();
-      const int result = ::compress2(reinterpret_cast<Bytef*>(scratch.data()), &bytes,
-                                     reinterpret_cast<const Bytef*>(data.data()), data.size(), static_cast<int>(filter.value));
-      if (result != Z_OK) throw std::bad_alloc();  // there is room for any output
-      if (bytes >= data.size()) {
+      memory.deflate.pack(data, filter.value, scratch);
+      if (scratch.size() >= data.size()) {
         skipped |= 1U << i;
         continue;
       }
-      scratch.resize(bytes);
       std::swap(data, scratch);
     }
   }

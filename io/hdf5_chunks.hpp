@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/thread_pool.hpp"
+#include "io/deflate.hpp"
 #include "io/hdf5.hpp"
 
 namespace embermap::hdf5 {
@@ -36,6 +37,12 @@ struct ChunkLayout {
   bool szip_exact = true;  // else that much at most: filters before it pack
 };
 
+// What a thread that packs or unpacks chunks keeps from one to the next.
+struct ChunkScratch {
+  std::vector<std::byte> bytes;
+  ZlibCodec deflate;
+};
+
 // Reads it from a dataset's creation properties, and looks at what can be seen of damage before the library does: chunks of no
 // element or past 4 GiB, chunks larger than a fixed extent, parameters of filters that contradict the chunk. Throws FormatError
 // naming `file` and `dataset`.
@@ -48,12 +55,11 @@ void check_szip_chunks(const ChunkLayout& layout, hid_t dataset, std::uint64_t f
                        const std::filesystem::path& file, const std::string& path);
 
 // Undoes the filters of one chunk, those in `skipped` (bit i: filter i) left out. `data` is the chunk as stored, and afterwards
-// layout.chunk_bytes bytes; `scratch` is memory. Returns what is wrong with it, or nothing. Any bytes may be given.
-std::string unpack_chunk(const ChunkLayout& layout, unsigned skipped, std::vector<std::byte>& data,
-                         std::vector<std::byte>& scratch);
+// layout.chunk_bytes bytes. Returns what is wrong with it, or nothing. Any bytes may be given.
+std::string unpack_chunk(const ChunkLayout& layout, unsigned skipped, std::vector<std::byte>& data, ChunkScratch& scratch);
 // The other way, for deflate and shuffle. `data` has layout.chunk_bytes bytes. Returns the filters that were left out, because
 // they made nothing smaller.
-unsigned pack_chunk(const ChunkLayout& layout, std::vector<std::byte>& data, std::vector<std::byte>& scratch);
+unsigned pack_chunk(const ChunkLayout& layout, std::vector<std::byte>& data, ChunkScratch& scratch);
 
 // Fletcher's checksum as HDF5 has it.
 std::uint32_t fletcher32(std::span<const std::byte> bytes);
@@ -81,7 +87,8 @@ class ChunkReader {
 
  private:
   struct Memory {
-    std::vector<std::byte> data, scratch;
+    std::vector<std::byte> data;
+    ChunkScratch scratch;
   };
   bool load(const std::vector<std::uint64_t>& origin, Memory& memory) const;
   void place(const std::vector<std::uint64_t>& origin, const std::byte* chunk, std::uint64_t first, std::uint64_t count,

@@ -437,6 +437,10 @@ class Hdf5RowReader final : public RowReader {
   }
   bool sparse() const override { return stream_ && stream_->sparse(); }
   std::string how() const override { return stream_ ? stream_->how() : std::string(); }
+  Plain plain() override {
+    const std::optional<std::uint64_t> begin = stream_ ? flat_rows_.plain_from() : std::nullopt;
+    return begin ? Plain{stream_.get(), *begin} : Plain{};
+  }
 
   std::uint64_t block_rows() const override {
     if (external_ || stream_) return flat_rows_.block_rows();

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
 #include <system_error>
 #include <vector>
 
@@ -126,6 +127,12 @@ class Hdf5RowWriter final : public RowWriter {
     }
   }
 
+  bool takes_bytes() const override { return out_.has_value(); }
+  void write_bytes(std::span<const std::byte> bytes) override {
+    if (!out_) return RowWriter::write_bytes(bytes);
+    count_.add_bytes(bytes.size(), row_bytes_);
+    out_->write_view(bytes);
+  }
   std::uint64_t write_behind(std::uint64_t memory) override { return out_ ? out_->write_behind(bytes_, memory) : 0; }
   std::string how() const override { return out_ ? out_->how() : std::string(); }
 
@@ -337,7 +344,7 @@ class Hdf5RowWriter final : public RowWriter {
     const std::uint64_t element = layout_.record_bytes, chunk_rows = layout_.chunk[0], columns = layout_.chunk[1];
     std::vector<Packed> packed(ceil_div(count, chunk_rows) * layout_.chunks_a_row);
     const auto pack = [&](std::uint64_t begin, std::uint64_t end) {
-      std::vector<std::byte> scratch;
+      ChunkScratch scratch;
       for (std::uint64_t index = begin; index < end; ++index) {
         const std::uint64_t row = index / layout_.chunks_a_row * chunk_rows, column = index % layout_.chunks_a_row * columns;
         const std::uint64_t rows_here = std::min(chunk_rows, count - row), bytes = std::min(columns, dim_ - column) * element;

@@ -77,6 +77,10 @@ class NpyRowReader final : public RowReader {
   }
   bool sparse() const override { return source_->sparse(); }
   std::string how() const override { return source_->how(); }
+  Plain plain() override {
+    const std::optional<std::uint64_t> begin = strided_.plain_from();
+    return begin ? Plain{source_.get(), *begin} : Plain{};
+  }
 
  private:
   const NpyField& find_field(const std::string& wanted) const {
@@ -150,6 +154,11 @@ class NpyRowWriter final : public RowWriter {
     temporary_.commit();
   }
 
+  bool takes_bytes() const override { return true; }
+  void write_bytes(std::span<const std::byte> bytes) override {
+    count_.add_bytes(bytes.size(), row_bytes_);
+    out_->write_view(bytes);
+  }
   std::uint64_t write_behind(std::uint64_t memory) override { return out_->write_behind(bytes_, memory); }
   std::string how() const override { return out_->how(); }
 

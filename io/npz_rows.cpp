@@ -121,7 +121,7 @@ class NpzRowWriter final : public RowWriter {
         checked_add(header.size(), checked_mul(rows, row_bytes_, "bytes of the array"), "bytes of the array");
     if (addition_.existing().is_open()) copy_others(addition_.existing(), zip_);
     if (options.gzip < 0) addition_.file().reserve(checked_add(zip_.position(), bytes, "bytes of the archive"));
-    zip_.begin(member_, bytes, options.gzip, 64);
+    zip_.begin(member_, bytes, options.gzip, 64, options.threads);
     zip_.write(std::as_bytes(std::span(header)));
   }
 
@@ -143,6 +143,11 @@ class NpzRowWriter final : public RowWriter {
     });
   }
 
+  bool takes_bytes() const override { return true; }
+  void write_bytes(std::span<const std::byte> bytes) override {
+    count_.add_bytes(bytes.size(), row_bytes_);
+    zip_.write_view(bytes);
+  }
   std::uint64_t write_behind(std::uint64_t memory) override { return zip_.write_behind(memory); }
   std::string how() const override { return zip_.how(); }
 

@@ -1,10 +1,12 @@
 #include "io/rows.hpp"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
 #include <cctype>
+#include <cerrno>
 #include <system_error>
 #include <utility>
 
@@ -14,6 +16,7 @@
 #include "io/block_reader.hpp"
 #include "io/convert.hpp"
 #include "io/formats.hpp"
+#include "io/streams.hpp"
 
 namespace embermap {
 namespace {
@@ -42,6 +45,13 @@ void refuse_columns(std::string_view text, std::string_view path) {
                     "pyarrow): em.convert(src, dst), em.io.open(path)",
                     printable(text)));
   }
+}
+
+// Why a file that is to be read cannot be told the format of, where it is its being there.
+void check_there(std::string_view text, const std::filesystem::path& file) {
+  refuse_columns(text, file.native());
+  struct stat status {};
+  if (::stat(file.c_str(), &status) != 0) throw IoError(errno, "open", file);
 }
 
 [[noreturn]] void throw_unknown(std::string_view text, bool there) {
@@ -104,7 +114,8 @@ Location parse_location(std::string_view text, const LocationOptions& options) {
           kind == std::filesystem::file_type::fifo || kind == std::filesystem::file_type::socket ||
           kind == std::filesystem::file_type::character || kind == std::filesystem::file_type::block)
         (void)File::open(location.file, File::Mode::kRead);  // says what it is
-      throw_unknown(text, path_exists(location.file));
+      check_there(text, location.file);
+      throw_unknown(text, true);
     }
     return location;
   };
@@ -191,6 +202,13 @@ void RowCount::add(std::uint64_t count) {
   done_ += count;
 }
 
+void RowCount::add_bytes(std::uint64_t bytes, std::uint64_t row_bytes) {
+  const std::uint64_t all = part_ + bytes;
+  add(all / row_bytes);
+  part_ = all % row_bytes;
+  if (part_ > 0 && done_ == rows_) add(1);  // throws
+}
+
 void RowCount::finish() {
   if (finished_) throw InvalidArgument(fmt::format("{} is finished already", where_));
   if (done_ != rows_)
@@ -202,7 +220,26 @@ namespace {
 
 constexpr std::uint64_t kMostStream = 32_MiB;
 
+// Rows that are read ahead, as bytes, from `from` on; nothing in between holds them. False, with no byte copied, where the reader
+// has none to show.
+bool copy_bytes(RowReader& reader, RowReader::Plain from, RowWriter& writer, const Progress& progress) {
+  const std::uint64_t row_bytes = reader.dim() * item_size(reader.dtype()), end = from.begin + reader.rows() * row_bytes;
+  for (std::uint64_t at = from.begin; at < end;) {
+    const std::span<const std::byte> piece = from.source->view(at, end - at);
+    if (piece.empty()) {
+      if (at == from.begin) return false;
+      throw IoError(EIO, "read", reader.description());  // what was ahead is no longer: a forked child
+    }
+    writer.write_bytes(piece);
+    at += piece.size();
+    if (progress) progress((at - from.begin) / row_bytes, reader.rows());
+  }
+  return true;
+}
+
 }  // namespace
+
+void RowWriter::write_bytes(std::span<const std::byte>) { throw InvalidArgument("this writer takes rows, not their bytes"); }
 
 ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::uint64_t memory, const Progress& progress) {
   ConversionReport report;
@@ -221,8 +258,13 @@ ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::
   // A quarter each for what is read ahead and written behind, where two blocks have room in the rest.
   const std::uint64_t stream = std::min(memory / 4, kMostStream);
   if (at_once <= memory / 2 / unit) {
-    memory -= reader.read_ahead(0, rows, stream);
+    const std::uint64_t read_ahead = reader.read_ahead(0, rows, stream);
+    memory -= read_ahead;
     memory -= writer.write_behind(stream);
+    if (!convert && read_ahead > 0 && writer.takes_bytes())
+      if (const RowReader::Plain rows_there = reader.plain();
+          rows_there.source != nullptr && copy_bytes(reader, rows_there, writer, progress))
+        return report;
   }
   const auto block_rows = [&](std::uint64_t per_row) {
     std::uint64_t block = memory / per_row;

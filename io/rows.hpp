@@ -7,6 +7,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -17,6 +18,8 @@
 #include "io/vocabulary.hpp"
 
 namespace embermap {
+
+class ByteSource;  // io/streams.hpp
 
 // Where rows lie: a file, and the part of it that a selector names: "x.npy", "x.npy:field", "x.npz:member",
 // "x.h5:/group/dataset", "x.h5:/dataset:field" (of a compound type), "x.safetensors:tensor", "x.pt:encoder.weight".
@@ -138,6 +141,12 @@ class RowReader {
   virtual bool sparse() const { return false; }
   // How what was read ahead came: "direct", or "buffered" with the reason; empty where nothing was.
   virtual std::string how() const { return {}; }
+  // Rows that are a file's bytes as they are, one behind the other from `begin` on: what gives them. It belongs to the reader.
+  struct Plain {
+    ByteSource* source = nullptr;  // nullptr: they are not
+    std::uint64_t begin = 0;
+  };
+  virtual Plain plain() { return {}; }
 
  protected:
   std::uint64_t rows_ = 0, dim_ = 0;
@@ -191,6 +200,10 @@ class RowWriter {
   }
   // As RowReader::how().
   virtual std::string how() const { return {}; }
+  // Whether rows become the file's bytes as they are, one behind the other: their bytes may then come in pieces of any length by
+  // write_bytes(), instead of by write(). write_bytes() does not keep the memory; see StreamWriter::write_view().
+  virtual bool takes_bytes() const { return false; }
+  virtual void write_bytes(std::span<const std::byte> bytes);  // throws InvalidArgument unless takes_bytes()
 };
 
 // Throws AlreadyExists, InvalidArgument (dim 0, sizes past 64 bits, a format that cannot be written, options of another format,
@@ -225,8 +238,9 @@ using Progress = std::function<void(std::uint64_t done, std::uint64_t total)>;
 // Copies all rows, converting to `to`, with buffers of at most `memory` bytes (BudgetError if a single row takes more). Where
 // they hold two blocks of the reader's, a thread of this call's own reads (and converts) the next block while the caller's writes
 // one: `reader` and `writer` then run at the same time, each on one thread, and must not share anything that is not safe for
-// that. Where there is room for that as well, they read ahead and write behind (see there), out of the same memory. `progress` is
-// called by the caller's thread. What any of them throws ends the copy when the block being read is read, and is rethrown; where
+// that. Where there is room for that as well, they read ahead and write behind (see there), out of the same memory; rows that are
+// the same bytes in both files then go from the one to the other without a buffer in between. `progress` is called by the
+// caller's thread. What any of them throws ends the copy when the block being read is read, and is rethrown; where
 // both fail, the earlier rows' error. The caller finishes the writer. A value that does not fit is DTypeError with its row and
 // column.
 ConversionReport copy_rows(RowReader& reader, RowWriter& writer, DType to, std::uint64_t memory, const Progress& progress);

@@ -78,6 +78,10 @@ class SafetensorsRowReader final : public RowReader {
   }
   bool sparse() const override { return stream_.sparse(); }
   std::string how() const override { return stream_.how(); }
+  Plain plain() override {
+    const std::optional<std::uint64_t> begin = strided_.plain_from();
+    return begin ? Plain{&stream_, *begin} : Plain{};
+  }
 
  private:
   StreamedFile stream_;
@@ -170,6 +174,11 @@ class SafetensorsRowWriter final : public RowWriter {
     });
   }
 
+  bool takes_bytes() const override { return true; }
+  void write_bytes(std::span<const std::byte> bytes) override {
+    count_.add_bytes(bytes.size(), row_bytes_);
+    out_->write_view(bytes);
+  }
   std::uint64_t write_behind(std::uint64_t memory) override { return out_->write_behind(bytes_, memory); }
   std::string how() const override { return out_->how(); }
 

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <condition_variable>
 #include <cstring>
@@ -17,6 +18,7 @@
 #include "base/checked.hpp"
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "base/thread_pool.hpp"
 #include "io/direct_file.hpp"
 #include "io/io_plan.hpp"
 
@@ -25,14 +27,15 @@ namespace {
 
 constexpr std::uint64_t kLargestBlock = 4_MiB;
 constexpr std::uint64_t kSmallestBlock = 256_KiB;
-constexpr std::uint64_t kBlocks = 4;             // of a ring
-constexpr std::uint64_t kWorthAThread = 16_MiB;  // less is read and written by the caller
-constexpr std::uint64_t kPendingBytes = 1_MiB;   // small writes are gathered to this
-constexpr std::uint64_t kHoleBytes = 64_KiB;     // zeros are left out in pieces of so many bytes
+constexpr std::uint64_t kFewestBlocks = 4, kMostBlocks = 8;  // of a ring
+constexpr std::uint64_t kWorthAThread = 16_MiB;              // less is read and written by the caller
+constexpr std::uint64_t kPendingBytes = 1_MiB;               // small writes are gathered to this
+constexpr std::uint64_t kHoleBytes = 64_KiB;                 // zeros are left out in pieces of so many bytes
 
 std::uint64_t block_bytes(std::uint64_t memory) {
-  return std::min(kLargestBlock, round_down(memory / kBlocks, AlignedBuffer::kAlignment));
+  return std::min(kLargestBlock, round_down(memory / kFewestBlocks, AlignedBuffer::kAlignment));
 }
+std::uint64_t block_count(std::uint64_t memory) { return std::clamp(memory / kLargestBlock, kFewestBlocks, kMostBlocks); }
 
 bool is_zero(std::span<const std::byte> bytes) {
   constexpr std::size_t kFirst = 64;
@@ -49,6 +52,17 @@ bool refuses_direct(int error) { return error == EINVAL || error == EOPNOTSUPP; 
 
 std::string how_of(const DirectFile& file) {
   return file.alignment().offset > 0 ? std::string("direct") : fmt::format("buffered ({})", file.why());
+}
+
+// Calls body(begin, end) for both halves of [0, bytes), which begin at whole units, at the same time: a disk has something to do
+// while the thread that waited for one of them is on its way.
+template <class Body>
+void in_halves(ThreadPool& pool, std::uint64_t bytes, Body body) {
+  const std::uint64_t half = round_up(bytes / 2, AlignedBuffer::kAlignment);
+  if (bytes < kSmallestBlock) return body(std::uint64_t{0}, bytes);
+  pool.parallel_for(2, 1, [&](std::uint64_t first, std::uint64_t end) {
+    for (std::uint64_t i = first; i < end; ++i) body(i == 0 ? 0 : half, i == 0 ? half : bytes);
+  });
 }
 
 // One thread fills or empties blocks of a ring, another the other way. Blocks are numbered from 0 on; block i lies in slot
@@ -144,7 +158,7 @@ class Ring {
 
 class StreamedFile::Ahead {
  public:
-  Ahead(const File& file, std::uint64_t begin, std::uint64_t end, std::uint64_t block, bool sparse)
+  Ahead(const File& file, std::uint64_t begin, std::uint64_t end, std::uint64_t block, std::uint64_t blocks, bool sparse)
       : file_{file},
         direct_{file, /*direct=*/true},
         begin_{round_down(begin, AlignedBuffer::kAlignment)},
@@ -152,7 +166,7 @@ class StreamedFile::Ahead {
         sparse_{sparse},
         uses_direct_{direct_.alignment().offset > 0 && AlignedBuffer::kAlignment % direct_.alignment().offset == 0 &&
                      AlignedBuffer::kAlignment % direct_.alignment().memory == 0},
-        ring_{std::min(kBlocks, ceil_div(end - begin_, block)), block} {}
+        ring_{std::min(blocks, ceil_div(end - begin_, block)), block} {}
 
   bool start() {
     return ring_.start([this] {
@@ -174,18 +188,24 @@ class StreamedFile::Ahead {
 
   void read(std::uint64_t offset, std::span<std::byte> out) {
     while (!out.empty()) {
-      const std::uint64_t index = (offset - begin_) / ring_.block();
-      const std::uint64_t inside = (offset - begin_) % ring_.block();
-      const std::uint64_t now = std::min<std::uint64_t>(out.size(), ring_.block() - inside);
-      if (index > emptied_) ring_.emptied(emptied_ = index);
-      // Block by block: to wait for a block that has no room yet would not end.
-      if (!ring_.wait_for_block(index)) ring_.rethrow();
-      std::memcpy(out.data(), ring_.slot(index) + inside, now);
-      if (inside + now == ring_.block()) ring_.emptied(emptied_ = index + 1);
-      offset += now;
-      out = out.subspan(now);
-      next_ = offset;
+      const std::span<const std::byte> piece = view(offset, out.size());
+      std::memcpy(out.data(), piece.data(), piece.size());
+      offset += piece.size();
+      out = out.subspan(piece.size());
+      // What was read is given back at once: its room is waited for.
+      if ((offset - begin_) % ring_.block() == 0) ring_.emptied(emptied_ = (offset - begin_) / ring_.block());
     }
+  }
+
+  // What lies together of [offset, + most), block by block: to wait for a block that has no room yet would not end. The blocks
+  // before are given back.
+  std::span<const std::byte> view(std::uint64_t offset, std::uint64_t most) {
+    const std::uint64_t index = (offset - begin_) / ring_.block(), inside = (offset - begin_) % ring_.block();
+    if (index > emptied_) ring_.emptied(emptied_ = index);
+    if (!ring_.wait_for_block(index)) ring_.rethrow();
+    const std::uint64_t now = std::min(most, ring_.block() - inside);
+    next_ = offset + now;
+    return {ring_.slot(index) + inside, now};
   }
 
  private:
@@ -197,9 +217,16 @@ class StreamedFile::Ahead {
       out.data(), out.size()
     };
     if (file_.ops().preadv_cached(file_.fd(), &piece, 1, static_cast<off_t>(offset)) == static_cast<ssize_t>(out.size())) return;
+    if (!uses_direct_) return file_.read(offset, out);
+    in_halves(pool_, out.size(),
+              [&](std::uint64_t begin, std::uint64_t end) { read_direct(offset + begin, out.subspan(begin, end - begin)); });
+  }
+
+  // From a whole unit on, and there is room to the end of the last one.
+  void read_direct(std::uint64_t offset, std::span<std::byte> out) {
     std::uint64_t done = 0;
     while (uses_direct_ && done < out.size()) {
-      const std::uint64_t wanted = round_up(out.size() - done, AlignedBuffer::kAlignment);  // there is room: blocks are multiples
+      const std::uint64_t wanted = round_up(out.size() - done, AlignedBuffer::kAlignment);
       const ssize_t got = file_.ops().pread(direct_.fd(), out.data() + done, wanted, static_cast<off_t>(offset + done));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && refuses_direct(errno))
@@ -223,7 +250,8 @@ class StreamedFile::Ahead {
   DirectFile direct_;
   std::uint64_t begin_, end_;
   bool sparse_;
-  bool uses_direct_;  // the thread's
+  std::atomic<bool> uses_direct_;
+  ThreadPool pool_{2};
   std::uint64_t next_ = 0, emptied_ = 0;
   pid_t owner_ = ::getpid();
   Ring ring_;
@@ -243,7 +271,7 @@ std::uint64_t StreamedFile::read_ahead(std::uint64_t begin, std::uint64_t end, s
   leave();
   const std::uint64_t block = block_bytes(memory);
   if (block < kSmallestBlock || begin >= end || end - begin < kWorthAThread || lives_in_memory(file_)) return 0;
-  auto ahead = std::make_unique<Ahead>(file_, begin, end, block, sparse());
+  auto ahead = std::make_unique<Ahead>(file_, begin, end, block, block_count(memory), sparse());
   if (!ahead->start()) return 0;
   ahead_ = std::move(ahead);
   how_ = ahead_->how();
@@ -262,6 +290,17 @@ void StreamedFile::read(std::uint64_t offset, std::span<std::byte> out) {
   if (ahead_->done()) leave();
 }
 
+std::span<const std::byte> StreamedFile::view(std::uint64_t offset, std::uint64_t most) {
+  // The last piece may still be looked at when all was read, so nothing ends here.
+  if (ahead_ && ahead_->ours() && ahead_->holds(offset, std::max<std::uint64_t>(1, most))) try {
+      return ahead_->view(offset, most);
+    } catch (...) {
+      leave();
+      throw;
+    }
+  return {};
+}
+
 bool StreamedFile::sparse() const {
   const struct stat status = file_.status();
   return static_cast<std::uint64_t>(status.st_blocks) * 512 < static_cast<std::uint64_t>(status.st_size) / 2;
@@ -271,7 +310,7 @@ bool StreamedFile::sparse() const {
 
 class StreamWriter::Behind {
  public:
-  Behind(const StreamWriter& owner, std::uint64_t at, std::uint64_t block)
+  Behind(const StreamWriter& owner, std::uint64_t at, std::uint64_t block, std::uint64_t blocks)
       : owner_{owner},
         direct_{owner.file_, /*direct=*/true},
         first_{round_down(at, block)},
@@ -279,7 +318,7 @@ class StreamWriter::Behind {
         uses_direct_{direct_.alignment().offset > 0 && AlignedBuffer::kAlignment % direct_.alignment().offset == 0 &&
                      AlignedBuffer::kAlignment % direct_.alignment().memory == 0},
         written_{at},
-        ring_{kBlocks, block} {}
+        ring_{blocks, block} {}
 
   bool start() {
     return ring_.start([this] {
@@ -295,6 +334,7 @@ class StreamWriter::Behind {
   std::uint64_t bytes() const noexcept { return ring_.bytes(); }
 
   void write(std::span<const std::byte> bytes) {
+    if (!bytes.empty()) ring_in_use_ = true;
     while (!bytes.empty()) {
       const std::uint64_t index = (at_ - first_) / ring_.block(), inside = (at_ - first_) % ring_.block();
       if (!ring_.wait_for_room(index)) ring_.rethrow();
@@ -304,6 +344,23 @@ class StreamWriter::Behind {
       bytes = bytes.subspan(now);
       if (inside + now == ring_.block()) ring_.filled(index + 1);
     }
+  }
+
+  // What lies in memory as it will in units of the file is written from there, by the caller's thread; the ends that fill no
+  // unit go through the page cache. All else by the ring.
+  void write_view(std::span<const std::byte> bytes) {
+    constexpr std::uint64_t kUnit = AlignedBuffer::kAlignment;
+    const auto place = reinterpret_cast<std::uintptr_t>(bytes.data());
+    if (ring_in_use_ || !uses_direct_ || owner_.zero_from_ != UINT64_MAX || (place - at_) % kUnit != 0) return write(bytes);
+    const std::uint64_t head = std::min<std::uint64_t>(bytes.size(), (kUnit - at_ % kUnit) % kUnit);
+    const std::uint64_t tail = (bytes.size() - head) % kUnit;
+    owner_.put(at_, bytes.first(head));
+    put_in_halves(at_ + head, bytes.subspan(head, bytes.size() - head - tail));
+    owner_.put(at_ + bytes.size() - tail, bytes.last(tail));
+    at_ += bytes.size();
+    // The ring, if it is wanted yet, begins here. Its thread looks at this when it is given a block.
+    written_ = at_;
+    first_ = round_down(at_, ring_.block());
   }
 
   // The block that is not full goes through the page cache, whatever its end: direct I/O takes whole units only.
@@ -318,28 +375,43 @@ class StreamWriter::Behind {
  private:
   void write_block(std::uint64_t index, std::uint64_t end) {
     const auto all = std::span<const std::byte>(ring_.slot(index), ring_.block());
-    auto rest = all.subspan(written_ - (end - ring_.block()));
-    std::uint64_t at = written_;
-    while (uses_direct_ && owner_.zero_from_ == UINT64_MAX && !rest.empty() && at % AlignedBuffer::kAlignment == 0) {
-      const ssize_t got = owner_.file_.ops().pwrite(direct_.fd(), rest.data(), rest.size(), static_cast<off_t>(at));
+    const auto rest = all.subspan(written_ - (end - ring_.block()));
+    if (owner_.zero_from_ == UINT64_MAX && written_ % AlignedBuffer::kAlignment == 0)
+      put_in_halves(written_, rest);
+    else
+      owner_.put(written_, rest);
+  }
+
+  void put_in_halves(std::uint64_t at, std::span<const std::byte> bytes) {
+    in_halves(pool_, bytes.size(),
+              [&](std::uint64_t begin, std::uint64_t end) { put_direct(at + begin, bytes.subspan(begin, end - begin)); });
+  }
+
+  // Whole units; where the file system does not take them directly after all, through the page cache.
+  void put_direct(std::uint64_t at, std::span<const std::byte> bytes) {
+    while (uses_direct_ && !bytes.empty() && at % AlignedBuffer::kAlignment == 0) {
+      const ssize_t got = owner_.file_.ops().pwrite(direct_.fd(), bytes.data(), bytes.size(), static_cast<off_t>(at));
       if (got < 0 && errno == EINTR) continue;
       if (got < 0 && refuses_direct(errno)) {
         uses_direct_ = false;
         break;
       }
-      if (got <= 0) throw IoError(got < 0 ? errno : EIO, "pwrite", owner_.file_.path(), at, rest.size());
+      if (got <= 0) throw IoError(got < 0 ? errno : EIO, "pwrite", owner_.file_.path(), at, bytes.size());
       at += static_cast<std::uint64_t>(got);
-      rest = rest.subspan(static_cast<std::size_t>(got));
+      bytes = bytes.subspan(static_cast<std::size_t>(got));
     }
-    if (!rest.empty()) owner_.put(at, rest);
+    if (!bytes.empty()) owner_.put(at, bytes);
   }
 
   const StreamWriter& owner_;
   DirectFile direct_;
-  const std::uint64_t first_;
+  // Where the ring's first block would begin; written_ too is its thread's once that is in use, until all blocks are emptied.
+  std::uint64_t first_;
   std::uint64_t at_;
-  bool uses_direct_;       // the thread's
-  std::uint64_t written_;  // the thread's, until all blocks are emptied
+  std::atomic<bool> uses_direct_;
+  std::uint64_t written_;
+  ThreadPool pool_{2};
+  bool ring_in_use_ = false;  // the caller's
   Ring ring_;
 };
 
@@ -351,7 +423,7 @@ std::uint64_t StreamWriter::write_behind(std::uint64_t bytes, std::uint64_t memo
   const std::uint64_t block = block_bytes(memory);
   if (behind_ || block < kSmallestBlock || bytes < kWorthAThread || lives_in_memory(file_)) return 0;
   flush();
-  auto behind = std::make_unique<Behind>(*this, at_, block);
+  auto behind = std::make_unique<Behind>(*this, at_, block, block_count(memory));
   if (!behind->start()) return 0;
   behind_ = std::move(behind);
   how_ = behind_->how();
@@ -382,6 +454,12 @@ void StreamWriter::write(std::span<const std::byte> bytes) {
     put(at_ - bytes.size(), bytes);
   else
     pending_.insert(pending_.end(), bytes.begin(), bytes.end());
+}
+
+void StreamWriter::write_view(std::span<const std::byte> bytes) {
+  if (!behind_) return write(bytes);
+  at_ += bytes.size();
+  behind_->write_view(bytes);
 }
 
 void StreamWriter::flush() {

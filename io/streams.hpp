@@ -22,6 +22,12 @@ class ByteSource {
   // The bytes [begin, end) will be read now, in ascending order (gaps may be left out), and may be read ahead out of at most
   // `memory` bytes. Returns the bytes of memory taken: 0 where nothing is read ahead.
   virtual std::uint64_t read_ahead(std::uint64_t begin, std::uint64_t end, std::uint64_t memory) = 0;
+  // The bytes from `offset` on where they lie in memory of this object's own, at least one and at most `most` of them, as long as
+  // nothing else of it is called. Empty where they do not, as while nothing is read ahead: read() has them.
+  virtual std::span<const std::byte> view(std::uint64_t offset, std::uint64_t most) {
+    (void)offset, (void)most;
+    return {};
+  }
   // "direct"; "buffered" with the reason; empty while nothing was read ahead.
   virtual std::string how() const = 0;
   // Whether less than half of the bytes take room on the disk.
@@ -41,6 +47,7 @@ class StreamedFile final : public ByteSource {
   const File& file() const noexcept { return file_; }
   void read(std::uint64_t offset, std::span<std::byte> out) override;
   std::uint64_t read_ahead(std::uint64_t begin, std::uint64_t end, std::uint64_t memory) override;
+  std::span<const std::byte> view(std::uint64_t offset, std::uint64_t most) override;
   std::string how() const override { return how_; }
   bool sparse() const override;
 
@@ -68,6 +75,9 @@ class StreamWriter {
   // bytes. To be called before anything is written. Returns the bytes of memory taken, or 0.
   std::uint64_t write_behind(std::uint64_t bytes, std::uint64_t memory);
   void write(std::span<const std::byte> bytes);
+  // write(), for bytes whose place in memory may fit theirs in the file (ByteSource::view): direct I/O then takes them from
+  // there, and is done when this returns. The memory is the caller's again in any case.
+  void write_view(std::span<const std::byte> bytes);
   // When it returns all bytes are in the file. More may be written then.
   void flush();
   std::uint64_t position() const noexcept { return at_; }  // of the next byte

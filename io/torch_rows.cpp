@@ -267,6 +267,11 @@ class TorchRowReader final : public RowReader {
   }
   bool sparse() const override { return reader_ ? reader_->sparse() : plain_->sparse(); }
   std::string how() const override { return reader_ ? reader_->how() : plain_->how(); }
+  Plain plain() override {
+    const std::optional<std::uint64_t> begin = strided_.plain_from();
+    if (!begin) return {};
+    return reader_ ? Plain{reader_.get(), *begin} : Plain{plain_.get(), storage_begin_ + *begin};
+  }
 
  private:
   std::unique_ptr<Archive> archive_;
@@ -297,6 +302,11 @@ class TorchRowWriter final : public RowWriter {
   void write(std::uint64_t count, const std::byte* rows) override {
     count_.add(count);
     zip_.write({rows, count * row_bytes_});
+  }
+  bool takes_bytes() const override { return true; }
+  void write_bytes(std::span<const std::byte> bytes) override {
+    count_.add_bytes(bytes.size(), row_bytes_);
+    zip_.write_view(bytes);
   }
   std::uint64_t write_behind(std::uint64_t memory) override { return zip_.write_behind(memory); }
   std::string how() const override { return zip_.how(); }

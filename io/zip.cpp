@@ -11,7 +11,9 @@
 
 #include "base/error.hpp"
 #include "base/size_text.hpp"
+#include "base/thread_pool.hpp"
 #include "io/addition.hpp"
+#include "io/deflate.hpp"
 
 namespace embermap {
 namespace {
@@ -296,6 +298,13 @@ void ZipMemberReader::read(std::uint64_t offset, std::span<std::byte> out) {
   inflate_to(out);
 }
 
+std::span<const std::byte> ZipMemberReader::view(std::uint64_t offset, std::uint64_t most) {
+  if (inflate_ != nullptr || offset >= member_.bytes) return {};
+  const std::span<const std::byte> out = stream_.view(data_offset_ + offset, std::min(most, member_.bytes - offset));
+  note(offset, out);
+  return out;
+}
+
 std::uint64_t ZipMemberReader::read_ahead(std::uint64_t begin, std::uint64_t end, std::uint64_t memory) {
   if (inflate_ != nullptr)
     return begin > inflate_->position || inflate_->read > 0
@@ -348,11 +357,7 @@ void ZipMemberReader::inflate_to(std::span<std::byte> out) {
 
 void ZipMemberReader::note(std::uint64_t offset, std::span<const std::byte> bytes) {
   if (!check_ || offset > checked_ || bytes.size() <= checked_ - offset) return;
-  for (std::span<const std::byte> rest = bytes.subspan(checked_ - offset); !rest.empty();) {
-    const auto now = rest.first(std::min<std::size_t>(rest.size(), 1_GiB));
-    crc_ = static_cast<std::uint32_t>(crc32(crc_, reinterpret_cast<const Bytef*>(now.data()), static_cast<uInt>(now.size())));
-    rest = rest.subspan(now.size());
-  }
+  crc_ = crc32_of(crc_, bytes.subspan(checked_ - offset));
   checked_ = offset + bytes.size();
   if (checked_ == member_.bytes && crc_ != member_.crc)
     fail(file_, fmt::format("{} is damaged: its checksum is {:08x}, not {:08x}", where(), crc_, member_.crc));
@@ -360,16 +365,50 @@ void ZipMemberReader::note(std::uint64_t offset, std::span<const std::byte> byte
 
 // ---- writing ----
 
+// Bytes are deflated in pieces, several at a time: each begins with the window that the bytes before it leave, as one stream
+// would have it, and ends with a whole byte, so that the pieces behind one another are one stream.
 struct ZipWriter::Deflate {
-  z_stream stream{};
-  std::vector<std::byte> output = std::vector<std::byte>(kBlock);
+  static constexpr std::size_t kPiece = 512_KiB, kWindow = 32_KiB;
 
-  explicit Deflate(int level) {
-    if (deflateInit2(&stream, level, Z_DEFLATED, -15, 8, Z_DEFAULT_STRATEGY) != Z_OK) throw std::bad_alloc();
+  int level;
+  ThreadPool pool;
+  std::size_t together;            // pieces
+  std::vector<std::byte> pending;  // the window, and what is not packed yet
+  std::size_t window = 0;          // bytes of it that are there
+  std::vector<std::vector<std::byte>> packed;
+
+  Deflate(int wanted, unsigned threads)
+      : level{wanted}, pool{threads}, together{std::size_t{2} * pool.threads()}, packed(together) {
+    pending.reserve(kWindow + together * kPiece);
   }
-  ~Deflate() { deflateEnd(&stream); }
   Deflate(const Deflate&) = delete;
   Deflate& operator=(const Deflate&) = delete;
+
+  // Bytes [begin, end) of `pending`.
+  void pack(std::size_t begin, std::size_t end, bool last, std::vector<std::byte>& out) const {
+    z_stream z{};
+    if (deflateInit2(&z, level, Z_DEFLATED, -15, 8, Z_DEFAULT_STRATEGY) != Z_OK) throw std::bad_alloc();
+    const std::unique_ptr<z_stream, int (*)(z_stream*)> ends(&z, [](z_stream* one) { return deflateEnd(one); });
+    const std::size_t before = std::min(begin, kWindow);
+    if (before > 0)
+      deflateSetDictionary(&z, reinterpret_cast<const Bytef*>(pending.data() + begin - before), static_cast<uInt>(before));
+    out.resize(deflateBound(&z, static_cast<uLong>(end - begin)) + 64);  // and the empty block that ends it
+    // zlib's interface has no const.
+    z.next_in = reinterpret_cast<Bytef*>(
+        const_cast<std::byte*>(pending.data() + begin));  // NOLINT(cppcoreguidelines-pro-type-const-cast)
+    z.avail_in = static_cast<uInt>(end - begin);
+    for (std::size_t made = 0;;) {
+      z.next_out = reinterpret_cast<Bytef*>(out.data() + made);
+      z.avail_out = static_cast<uInt>(out.size() - made);
+      const int result = ::deflate(&z, last ? Z_FINISH : Z_SYNC_FLUSH);
+      made = out.size() - z.avail_out;
+      if (z.avail_out > 0 && (!last || result == Z_STREAM_END)) {
+        out.resize(made);
+        return;
+      }
+      out.resize(2 * out.size());
+    }
+  }
 };
 
 ZipWriter::ZipWriter(File& file, std::uint64_t at) : file_{file}, at_{at} {}
@@ -410,7 +449,7 @@ std::string ZipWriter::local_header(const ZipMember& m, std::uint64_t padding) c
   return out;
 }
 
-void ZipWriter::begin(std::string_view name, std::uint64_t bytes, int level, std::uint64_t align) {
+void ZipWriter::begin(std::string_view name, std::uint64_t bytes, int level, std::uint64_t align, unsigned threads) {
   if (name.empty() || name.size() > 0xFFFF)
     throw InvalidArgument(fmt::format("{}: a member's name has 1 to 65535 bytes, not {}", printable(file_.path()), name.size()));
   current_ = {};
@@ -434,24 +473,36 @@ void ZipWriter::begin(std::string_view name, std::uint64_t bytes, int level, std
   file_.write(at_, header);
   at_ += header.size();
   written_ = 0;
-  deflate_ = level < 0 ? nullptr : std::make_unique<Deflate>(level);
+  deflate_ = level < 0 ? nullptr : std::make_unique<Deflate>(level, threads);
   stored_ = level < 0 ? std::make_unique<StreamWriter>(file_, at_) : nullptr;
 }
 
-void ZipWriter::write(std::span<const std::byte> bytes) {
-  if (bytes.empty()) return;
-  for (std::span<const std::byte> rest = bytes; !rest.empty();) {
-    const auto now = rest.first(std::min<std::size_t>(rest.size(), 1_GiB));
-    current_.crc = static_cast<std::uint32_t>(
-        crc32(current_.crc, reinterpret_cast<const Bytef*>(now.data()), static_cast<uInt>(now.size())));
-    if (deflate_ != nullptr) deflate_some(now, false);
-    rest = rest.subspan(now.size());
-  }
+// Before they go anywhere.
+void ZipWriter::note(std::span<const std::byte> bytes) {
+  current_.crc = crc32_of(current_.crc, bytes);
   written_ += bytes.size();
-  if (deflate_ != nullptr) return;
-  stored_->write(bytes);
+  if (stored_ == nullptr) return;
   at_ += bytes.size();
   current_.packed_bytes += bytes.size();
+}
+
+void ZipWriter::write(std::span<const std::byte> bytes) {
+  note(bytes);
+  if (stored_ != nullptr) return stored_->write(bytes);
+  Deflate& d = *deflate_;
+  const std::size_t most = d.together * Deflate::kPiece;
+  while (!bytes.empty()) {
+    const std::size_t now = std::min(bytes.size(), d.window + most - d.pending.size());
+    d.pending.insert(d.pending.end(), bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(now));
+    bytes = bytes.subspan(now);
+    if (d.pending.size() == d.window + most) deflate_pending(/*last=*/false);
+  }
+}
+
+void ZipWriter::write_view(std::span<const std::byte> bytes) {
+  if (stored_ == nullptr) return write(bytes);
+  note(bytes);
+  stored_->write_view(bytes);
 }
 
 std::uint64_t ZipWriter::write_behind(std::uint64_t memory) {
@@ -461,25 +512,28 @@ std::uint64_t ZipWriter::write_behind(std::uint64_t memory) {
   return taken;
 }
 
-void ZipWriter::deflate_some(std::span<const std::byte> bytes, bool last) {
-  z_stream& z = deflate_->stream;
-  // zlib's interface has no const.
-  z.next_in = reinterpret_cast<Bytef*>(const_cast<std::byte*>(bytes.data()));  // NOLINT(cppcoreguidelines-pro-type-const-cast)
-  z.avail_in = static_cast<uInt>(bytes.size());
-  int result = Z_OK;
-  do {
-    z.next_out = reinterpret_cast<Bytef*>(deflate_->output.data());
-    z.avail_out = static_cast<uInt>(deflate_->output.size());
-    result = ::deflate(&z, last ? Z_FINISH : Z_NO_FLUSH);
-    const auto made = std::span(deflate_->output).first(deflate_->output.size() - z.avail_out);
-    file_.write(at_, made);
-    at_ += made.size();
-    current_.packed_bytes += made.size();
-  } while (z.avail_out == 0 || (last && result != Z_STREAM_END));
+void ZipWriter::deflate_pending(bool last) {
+  Deflate& d = *deflate_;
+  const std::size_t bytes = d.pending.size() - d.window;
+  const std::size_t pieces = std::max<std::size_t>(last ? 1 : 0, (bytes + Deflate::kPiece - 1) / Deflate::kPiece);
+  d.pool.parallel_for(pieces, 1, [&](std::uint64_t first, std::uint64_t end) {
+    for (std::uint64_t i = first; i < end; ++i) {
+      const std::size_t begin = d.window + i * Deflate::kPiece;
+      d.pack(begin, std::min(begin + Deflate::kPiece, d.pending.size()), last && i + 1 == pieces, d.packed[i]);
+    }
+  });
+  for (std::size_t i = 0; i < pieces; ++i) {
+    file_.write(at_, d.packed[i]);
+    at_ += d.packed[i].size();
+    current_.packed_bytes += d.packed[i].size();
+  }
+  const std::size_t keep = std::min(d.pending.size(), Deflate::kWindow);
+  d.pending.erase(d.pending.begin(), d.pending.end() - static_cast<std::ptrdiff_t>(keep));
+  d.window = keep;
 }
 
 const ZipMember& ZipWriter::end() {
-  if (deflate_ != nullptr) deflate_some({}, true);
+  if (deflate_ != nullptr) deflate_pending(/*last=*/true);
   deflate_.reset();
   if (stored_ != nullptr) stored_->flush();
   stored_.reset();

@@ -76,6 +76,7 @@ class ZipMemberReader final : public ByteSource {
   void read(std::uint64_t offset, std::span<std::byte> out) override;
   // Of a deflated member the packed bytes are read ahead, where reading begins at its start.
   std::uint64_t read_ahead(std::uint64_t begin, std::uint64_t end, std::uint64_t memory) override;
+  std::span<const std::byte> view(std::uint64_t offset, std::uint64_t most) override;  // of a stored member
   std::string how() const override { return stream_.how(); }
   bool sparse() const override { return inflate_ == nullptr && stream_.sparse(); }
 
@@ -107,10 +108,12 @@ class ZipWriter {
   // The member with its local header and packed bytes, as they are.
   void copy(const File& from, const ZipDirectory& directory, const ZipMember& member);
 
-  // Begins a member. Its data begins at a multiple of `align` where it is stored. `level`: -1 stored, else that of deflate.
-  // `bytes` as long as it will be.
-  void begin(std::string_view name, std::uint64_t bytes, int level, std::uint64_t align);
+  // Begins a member. Its data begins at a multiple of `align` where it is stored. `level`: -1 stored, else that of deflate, which
+  // is done by so many `threads` (0: what the process may use, at most 16) in pieces: equal bytes are packed equally by any
+  // number of them. `bytes` as long as it will be.
+  void begin(std::string_view name, std::uint64_t bytes, int level, std::uint64_t align, unsigned threads = 1);
   void write(std::span<const std::byte> bytes);
+  void write_view(std::span<const std::byte> bytes);  // as StreamWriter has it
   // The bytes of the member that was begun are written behind (StreamWriter::write_behind). Nothing where it is deflated.
   std::uint64_t write_behind(std::uint64_t memory);
   const std::string& how() const noexcept { return how_; }
@@ -124,7 +127,8 @@ class ZipWriter {
 
  private:
   struct Deflate;
-  void deflate_some(std::span<const std::byte> bytes, bool last);
+  void deflate_pending(bool last);
+  void note(std::span<const std::byte> bytes);
   std::string local_header(const ZipMember& member, std::uint64_t padding) const;
 
   File& file_;

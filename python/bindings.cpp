@@ -384,7 +384,7 @@ constexpr std::uint64_t kToLook = 64ULL << 20;
 // (table, what em.convert() returns)
 nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& source, const Dtype& dtype, const Reading& reading,
                       const Selection& selection, const Pairs& fields, const AnyOptimizer& optimizer, std::uint64_t page_bytes,
-                      std::uint64_t memory, const nb::bytes& vocabulary, const nb::bytes& beside, bool check,
+                      std::uint64_t memory, const nb::bytes& vocabulary, const nb::bytes& beside, bool check, bool resume,
                       const nb::object& callback) {
   const Location location = source_of(source, reading, fields);
   ImportOptions options;
@@ -399,6 +399,10 @@ nb::tuple import_file(Store& store, const std::string& name, const nb::bytes& so
     const WithoutGil release;
     const std::vector<Remark> remarks = check_table_file(location, kToLook);
     TableImport job(location, table_path, options, into);
+    if (resume) {
+      if (store.contains(name)) throw AlreadyExists(fmt::format("table '{}' already exists", printable(name)));
+      job.read_resumably(options.progress);
+    }
     Table table = job.run(store, name);
     try {
       job.finish();
@@ -441,7 +445,7 @@ Report import_rows(Store& store, Table& table, const nb::bytes& source, const Dt
 Report export_rows(Table& table, const nb::bytes& destination, const std::string& field, const Pairs& fields,
                    const Selection& selection, bool overwrite, const Dtype& dtype, std::optional<int> gzip,
                    const std::optional<std::string>& format, const nb::bytes& vocabulary, const nb::bytes& beside,
-                   std::uint64_t commit, bool check, const nb::object& callback) {
+                   std::uint64_t commit, bool check, bool resume, const nb::object& callback) {
   const Location location =
       parse_location({destination.c_str(), destination.size()}, location_options(format, LocationOptions::Use::kWrite));
   const std::string table_path = text_of(beside);
@@ -452,6 +456,7 @@ Report export_rows(Table& table, const nb::bytes& destination, const std::string
   options.gzip = gzip.value_or(-1);
   options.vocabulary = text_of(vocabulary);
   options.check = check;
+  options.resume = resume;
   options.memory = 2 * kTransferBytes;
   options.progress = progress_of(callback);
   options.attributes = {{"source", table_path}, {"commit", fmt::format("{}", commit)}};
@@ -459,12 +464,7 @@ Report export_rows(Table& table, const nb::bytes& destination, const std::string
   {
     const WithoutGil release;
     check_outside_stores(location.file);
-    const auto origin_of = [&](const std::string& one) {
-      RowOrigin out;
-      out.open = [&table, one](const WordSink&) { return table_rows(table, one); };
-      out.file = table_path;
-      return out;
-    };
+    const auto origin_of = [&](const std::string& one) { return table_origin(table_path, commit, table, one); };
     if (fields.empty()) {
       copied.push_back(copy_file(origin_of(field), location, options));
     } else {
@@ -879,7 +879,7 @@ void bind_table(nb::module_& m) {
       .def("accept", &accept, "progress"_a.none())
       .def("repair_from", &repair_from, "backup"_a, "progress"_a.none())
       .def("export", &export_rows, "destination"_a, "field"_a, "fields"_a, "selection"_a, "overwrite"_a, "dtype"_a.none(),
-           "gzip"_a.none(), "format"_a.none(), "vocabulary"_a, "beside"_a, "commit"_a, "check"_a, "progress"_a.none())
+           "gzip"_a.none(), "format"_a.none(), "vocabulary"_a, "beside"_a, "commit"_a, "check"_a, "resume"_a, "progress"_a.none())
       .def("export_all", &export_all, "destination"_a, "format"_a.none(), "optimizer_state"_a, "overwrite"_a, "gzip"_a.none(),
            "check"_a, "vocabulary"_a, "progress"_a.none())
       .def(
@@ -930,9 +930,9 @@ void bind_store(nb::module_& m) {
            nb::sig("def import_file(self, name: str, source: bytes, dtype: str | None, reading: tuple[str | None, bool, bool, "
                    "str | None, int, int], selection: tuple[int, int, bytes, int], fields: Sequence[tuple[str, str]], optimizer: "
                    "tuple[str, dict[str, Any]] | None, page_bytes: int, memory: int, vocabulary: bytes, beside: bytes, check: "
-                   "bool, progress: object | None) -> tuple[Table, dict[str, Any]]"),
+                   "bool, resume: bool, progress: object | None) -> tuple[Table, dict[str, Any]]"),
            "name"_a, "source"_a, "dtype"_a.none(), "reading"_a, "selection"_a, "fields"_a, "optimizer"_a.none(), "page_bytes"_a,
-           "memory"_a, "vocabulary"_a, "beside"_a, "check"_a, "progress"_a.none())
+           "memory"_a, "vocabulary"_a, "beside"_a, "check"_a, "resume"_a, "progress"_a.none())
       .def("import_rows", &import_rows, "table"_a, "source"_a, "dtype"_a.none(), "reading"_a, "selection"_a, "fields"_a,
            "field"_a, "at"_a.none(), "append"_a, "vocabulary"_a, "check"_a, "progress"_a.none())
       .def("import_all", &import_all, "name"_a, "source"_a, "format"_a.none(), "vocabulary"_a, "progress"_a.none())

@@ -262,7 +262,8 @@ class Table {
   std::uint64_t append(std::span<const std::byte> rows);
   // The same for rows that are read block by block, within the store's memory, and for state too: a reader for each field that is
   // given, of its dtype and columns, all with as many rows (InvalidArgument); the weight is among them, state that is not is
-  // initial. `progress` (rows) must not call the store; what it or a reader throws leaves the table as it was.
+  // initial. The store's lock is held until they are committed: calls that need it wait. `progress` (rows) must not call the
+  // store; what it or a reader throws leaves the table as it was.
   using NewRows = std::map<std::string, RowReader*>;
   std::uint64_t append_rows(const NewRows& rows, const Progress& progress = {});
   // Rows beyond the old end are initial rows; rows beyond the new end are forgotten for good. Commits.

@@ -1,6 +1,7 @@
 #include "store/table_import.hpp"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstring>
@@ -151,6 +152,20 @@ void TableImport::read_resumably(const Progress& progress) {
   staged_ = partial_->reader();
 }
 
+namespace {
+
+// What is left beside a table may be replaced with it, but a file that another table has adopted is that table.
+void refuse_adopted(Store& store, const std::filesystem::path& place) {
+  std::error_code ignored;
+  if (!std::filesystem::exists(place, ignored)) return;
+  for (const std::string& name : store.tables())
+    if (same_file(store.table(name).file(), place))
+      throw AlreadyExists(fmt::format("{} is the file of the table '{}': there is no place for the order of rows",
+                                      printable(place), printable(name)));
+}
+
+}  // namespace
+
 Table TableImport::run(Store& store, const std::string& name) {
   words_->begin(into_.rows, weight_->rows->all_rows());
   if (!options_.rows.order.empty()) {
@@ -158,6 +173,7 @@ Table TableImport::run(Store& store, const std::string& name) {
     if (store.contains(name + ".order"))
       throw AlreadyExists(fmt::format("{} is the table '{}': there is no place for the order of rows", printable(place),
                                       printable(name + ".order")));
+    refuse_adopted(store, place);
     const auto order = RowOrder::open(options_.rows.order);
     inverse_ = std::make_unique<InverseOrder>(*order, weight_->rows->all_rows(), options_.rows.permutation, place,
                                               /*overwrite=*/true, options_.memory / 2);
@@ -204,6 +220,18 @@ void TableImport::finish() {
 void TableImport::withdraw() noexcept {
   if (inverse_) inverse_->withdraw();
   words_->withdraw();
+}
+
+RowOrigin table_origin(const std::filesystem::path& path, std::uint64_t commit, const Table& table, const std::string& field) {
+  RowOrigin out;
+  out.open = [table, field](const WordSink&) { return table_rows(table, field); };
+  out.file = path;
+  struct stat status {};
+  if (::stat(path.parent_path().c_str(), &status) == 0)
+    out.identity.emplace("store", fmt::format("inode {} on {}, commit {}", status.st_ino, status.st_dev, commit));
+  out.identity.emplace("table", fmt::format("{}:{}", path.filename().native(), field));
+  out.identity.emplace("file of the table", file_identity(table.file()));  // another one of the same name may be there
+  return out;
 }
 
 bool dtype_holds(DType to, DType from) noexcept {

@@ -92,6 +92,10 @@ struct IntoOptions : ImportOptions {
 // thread has added rows behind them meanwhile).
 std::vector<CopyResult> import_into(const Store& store, Table& table, const Location& source, const IntoOptions& options);
 
+// A field of a table, STORE/TABLE, as an origin of rows; the same as long as its store is at this commit, for a copy that may be
+// gone on with. Of a writer, whose rows change without a commit, no such copy can be.
+RowOrigin table_origin(const std::filesystem::path& path, std::uint64_t commit, const Table& table, const std::string& field);
+
 // Words may lie in a store's own directory in one place only, beside `table`, STORE/TABLE, with which they go: throws
 // InvalidArgument for a vocabulary in another.
 void check_vocabulary_place(const std::filesystem::path& vocabulary, const std::filesystem::path& table);

@@ -1,6 +1,5 @@
 // embermap export STORE/TABLE[:field] DST
 #include <fmt/format.h>
-#include <sys/stat.h>
 
 #include <chrono>
 #include <memory>
@@ -9,11 +8,11 @@
 #include "base/error.hpp"
 #include "io/array_file.hpp"
 #include "io/copy_file.hpp"
-#include "io/partial_rows.hpp"
 #include "io/same_file.hpp"
 #include "io/vocabulary.hpp"
 #include "store/store.hpp"
 #include "store/table_archive.hpp"
+#include "store/table_import.hpp"
 #include "tools/arguments.hpp"
 #include "tools/command.hpp"
 #include "tools/console.hpp"
@@ -44,18 +43,6 @@ Store open_within(const std::filesystem::path& path, const Common& common, bool 
     options.memory = common.memory;
     return Store::open(path, options);
   }
-}
-
-RowOrigin table_origin(const TablePath& path, const Store& store, const Table& table, const std::string& field) {
-  RowOrigin out;
-  out.open = [table, field](const WordSink&) { return table_rows(table, field); };
-  out.file = path.store / path.table;
-  struct stat status {};
-  if (stat(path.store.c_str(), &status) == 0)
-    out.identity.emplace("store", fmt::format("inode {} on {}, commit {}", status.st_ino, status.st_dev, store.commit_number()));
-  out.identity.emplace("table", fmt::format("{}:{}", path.table, field));
-  out.identity.emplace("file of the table", file_identity(table.file()));  // another one of the same name may be there
-  return out;
 }
 
 // Everything of a table, or what torch.optim keeps of it.
@@ -150,13 +137,13 @@ int export_rows(const Arguments& arguments, const Common& common) {
     std::vector<RowOrigin> origins;
     std::vector<std::string> names;
     for (const NamedField& one : fields) {
-      origins.push_back(table_origin(path, store, table, one.field));
+      origins.push_back(table_origin(path.store / path.table, store.commit_number(), table, one.field));
       names.push_back(one.name);
     }
     copied = copy_arrays(origins, names, destination, options);
   } else {
     const std::string field = several ? fields.front().field : path.field;
-    copied.push_back(copy_file(table_origin(path, store, table, field), destination, options));
+    copied.push_back(copy_file(table_origin(path.store / path.table, store.commit_number(), table, field), destination, options));
   }
   line.reset();
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();

@@ -49,6 +49,13 @@ Location source_location(const Arguments& arguments, const std::vector<NamedFiel
   return source;
 }
 
+// What can be done about a table that is there.
+constexpr std::string_view kOrInto = ", or take the rows onto it with --into";
+
+void refuse_page_size(const Arguments& arguments, std::string_view why) {
+  if (!arguments.page_size.empty()) throw UsageError(fmt::format("--page-size: {}", why));
+}
+
 Json result_json(const Common& common, const TablePath& path, const Table& table) {
   Json json{{"table", table_json(table)}};
   json["table"]["store"] = json_text(path.store.native());
@@ -58,6 +65,7 @@ Json result_json(const Common& common, const TablePath& path, const Table& table
 
 int adopt(const Arguments& arguments, const Common& common, const Location& source, const TablePath& path) {
   if (!arguments.vocabulary.empty()) throw UsageError("--vocab: a .npy file, used in place, has no words");
+  refuse_page_size(arguments, "--in-place leaves the file as it is, and its pages are chosen by its rows");
   if (source.format != Location::Format::kNpy) throw UsageError("--in-place takes a .npy file; others are imported as a copy");
   if (!source.selector.empty()) throw UsageError("--in-place takes a whole .npy file, not a field of one");
   if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
@@ -69,7 +77,7 @@ int adopt(const Arguments& arguments, const Common& common, const Location& sour
   require_regular_file(source.file);
 
   const auto begin = std::chrono::steady_clock::now();
-  NewTable destination(path, store_options(common, StoreOptions::Mode::kOpenOrCreate));
+  NewTable destination(path, store_options(common, StoreOptions::Mode::kOpenOrCreate), kOrInto);
   const Table table = destination.store().adopt(path.table, source.file, !arguments.read_only, dtype);
   TransferResult result{.source = arguments.source,
                         .destination = path.text(),
@@ -108,6 +116,7 @@ int import_whole(const Arguments& arguments, const Common& common, const Locatio
   if (!arguments.fields.empty() || !source.selector.empty()) throw UsageError("--all imports all fields; name none");
   if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--optimizer: SRC says what the table was trained with");
+  refuse_page_size(arguments, "SRC says what the table was made with");
   const RowSelection rows = arguments.rows.selection(true);
   if (!arguments.dtype.empty() || !rows.order.empty() || rows.first != 0 || rows.end || arguments.resume)
     throw UsageError("--all makes the table as it was: not with --dtype, --rows, --order or --resume");
@@ -168,6 +177,7 @@ int import_state(const Arguments& arguments, const Common& common, const Locatio
       arguments.resume || !arguments.rows.selection(true).order.empty() || arguments.rows.some() ||
       !std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--optimizer-state takes state onto a table that is there, as it is in SRC: only --param goes with it");
+  refuse_page_size(arguments, "the table has what it was made with");
   if (source.format != Location::Format::kTorch)
     throw UsageError(fmt::format("--optimizer-state: SRC is {}, not a file of torch.save(optimizer.state_dict())",
                                  format_name(source.format)));
@@ -224,7 +234,7 @@ int import_into(const Arguments& arguments, const Common& common, const std::vec
   if (common.durability != "commit") throw UsageError("--into is all or nothing; that takes --durability commit");
   if (!std::holds_alternative<std::monostate>(arguments.optimizer.optimizer()))
     throw UsageError("--optimizer: the table has what it was made with");
-  if (!arguments.page_size.empty()) throw UsageError("--page-size: the table has what it was made with");
+  refuse_page_size(arguments, "the table has what it was made with");
   if (arguments.append && !arguments.at.empty()) throw UsageError("--at names a place, --append the end; choose one");
   if (path.field != "weight" && !fields.empty())
     throw UsageError(fmt::format("TABLE names the field '{}' and --field others", printable(path.field)));
@@ -283,6 +293,9 @@ int import_into(const Arguments& arguments, const Common& common, const std::vec
   extra["into"] = true;
   extra["first_row"] = first_row;
   print_transfers(common, arguments.source, path.text(), copied, own_names(fields), options.check, seconds_since(begin), extra);
+  if (const std::uint64_t rows = copied.front().rows; !common.json && !common.quiet && rows > 0)
+    print(rows == 1 ? fmt::format("row {} of {}\n", first_row, printable(path.text()))
+                    : fmt::format("rows {}..{} of {}\n", first_row, first_row + rows - 1, printable(path.text())));
   return kDone;
 }
 
@@ -345,14 +358,14 @@ int import(const Arguments& arguments, const Common& common) {
   const std::uint64_t row_bytes = job->table().dim * item_size(job->table().dtype);
   if (arguments.resume) {
     if (store_at(path.store) && Store::open(path.store, store_options(common, StoreOptions::Mode::kRead)).contains(path.table))
-      throw AlreadyExists(fmt::format("{} already exists; 'embermap remove' it first", printable(path.text())));
+      throw AlreadyExists(fmt::format("{} already exists; 'embermap remove' it first{}", printable(path.text()), kOrInto));
     ProgressLine reading("read " + path.table, row_bytes, common.quiet);
     job->read_resumably(reading.callback());
   }
 
   StoreOptions opening = store_options(common, StoreOptions::Mode::kOpenOrCreate);
   opening.memory /= 2;
-  NewTable destination(path, opening);
+  NewTable destination(path, opening, kOrInto);
   check_free_space(path.store, path.store / (path.table + ".npy"), geometry.file_bytes());
   // Half of a vocabulary in the store's directory goes before that does, where this fails; so does an order of rows.
   const std::unique_ptr<std::optional<TableImport>, void (*)(std::optional<TableImport>*)> job_end(
@@ -408,7 +421,11 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
   command->add_option("--at", arguments->at, "The first row that is replaced (default: all are, and SRC has as many)")
       ->type_name("ROW")
       ->group("Into a table that is there");
-  command->add_flag("--append", arguments->append, "Rows of SRC become new ones at the end")->group("Into a table that is there");
+  command
+      ->add_flag("--append", arguments->append,
+                 "Rows of SRC become new ones at the end. They are committed before --check looks at them, and taken away again "
+                 "if it finds others")
+      ->group("Into a table that is there");
   command->add_flag(
       "--optimizer-state", arguments->optimizer_state,
       "SRC is torch.save(optimizer.state_dict()), or x.pt:NAME for one in a checkpoint: its state, steps and options "
@@ -438,7 +455,14 @@ void add_import(CLI::App& app, Common& common, Action& chosen) {
                  "  embermap import new.npy tables/items --into --append\n"
                  "  embermap import state.npy tables/items:sum --into\n"
                  "  embermap import huge.npy tables/huge --in-place --read-only",
-                 [arguments](const Common& c) { return import(*arguments, c); });
+                 [arguments](const Common& c) {
+                   try {
+                     return import(*arguments, c);
+                   } catch (const BudgetError& error) {  // what it names is a part of what was given
+                     throw BudgetError(fmt::format("{} (of --memory {}, half is for hot pages and the rest for buffers)",
+                                                   error.what(), c.memory_text));
+                   }
+                 });
 }
 
 }  // namespace embermap::tools

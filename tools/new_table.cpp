@@ -25,7 +25,7 @@ Geometry check_table_options(const TableOptions& options) {
   }
 }
 
-NewTable::NewTable(const TablePath& path, const StoreOptions& options) : path_{path} {
+NewTable::NewTable(const TablePath& path, const StoreOptions& options, std::string_view otherwise) : path_{path} {
   struct stat status {};
   const bool there = lstat(path.store.c_str(), &status) == 0;
   if (!there && errno != ENOENT) throw IoError(errno, "open", path.store);
@@ -38,7 +38,7 @@ NewTable::NewTable(const TablePath& path, const StoreOptions& options) : path_{p
   try {
     store_.emplace(Store::open(path.store, options));
     if (store_->contains(path.table))
-      throw AlreadyExists(fmt::format("{} already exists; 'embermap remove' it first", printable(path.text())));
+      throw AlreadyExists(fmt::format("{} already exists; 'embermap remove' it first{}", printable(path.text()), otherwise));
   } catch (...) {
     undo();
     throw;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <optional>
+#include <string_view>
 
 #include "store/store.hpp"
 #include "tools/paths.hpp"
@@ -18,7 +19,8 @@ class NewTable {
  public:
   // Throws AlreadyExists if the store has the table, or if STORE is something else than a store or an empty directory; whatever
   // Store::open throws.
-  NewTable(const TablePath& path, const StoreOptions& options);
+  // `otherwise`: what else can be done about a table that is there, for the error.
+  NewTable(const TablePath& path, const StoreOptions& options, std::string_view otherwise = {});
   ~NewTable();
   NewTable(const NewTable&) = delete;
   NewTable& operator=(const NewTable&) = delete;

@@ -330,6 +330,7 @@ class Store:
         offset: int = 0,
         vocab: str | os.PathLike[str] | None = None,
         check: bool = False,
+        resume: bool = False,
         jobs: int = 1,
         progress: Progress | None = None,
     ) -> Table:
@@ -362,6 +363,10 @@ class Store:
             offset: bytes before the first row of a raw file.
             vocab: the file that words go to; None: STORE/NAME.vocab.txt, "none": nowhere.
             check: read all fields back and compare with `src`.
+            resume: go on with an import that was interrupted, and keep what is done if this one is,
+                as `embermap import --resume` does: not with several fields or words (vocab="none"
+                leaves them out). `progress` is called once for the rows that are read, and once
+                for the table.
             jobs: threads that read and convert.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables: they wait for this call to end.
@@ -391,6 +396,7 @@ class Store:
             b"" if vocab is None else os.fsencode(vocab),
             os.fsencode(self.path / name),
             bool(check),
+            bool(resume),
             progress,
         )
         _checks.tell(_checks.told(found))

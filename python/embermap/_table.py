@@ -652,6 +652,7 @@ class Table:
         format: str | None = None,  # noqa: A002
         vocab: str | os.PathLike[str] | None = None,
         check: bool = False,
+        resume: bool = False,
         jobs: int = 1,
         progress: Progress | None = None,
     ) -> dict[str, Any]:
@@ -677,13 +678,17 @@ class Table:
                 STORE/NAME.vocab.txt, where `Store.import_file` leaves it; "none": words are the
                 numbers of the rows.
             check: read `dst` back and compare.
+            resume: go on with a copy that was interrupted, and keep what is done if this one is, as
+                `embermap export --resume` does. For stores with mode "r": rows of a writer change
+                without a commit (ValueError). Not with several `fields`.
             jobs: threads that read and convert.
             progress: called with (done, total) rows; may raise to stop, and Ctrl-C stops there. It
                 must not use the store or its tables, which may wait for this call to end.
 
         Returns how many values the conversion made infinite and how many it made zero:
-        {"became_infinite", "became_zero"}, with `order` also "order", the file with the places, and
-        with `fields` "fields", such a dict for each. Warns if any became infinite.
+        {"became_infinite", "became_zero"}, with `order` also "order", the file with the places,
+        with `resume` "resumed_rows" if there were some, and with `fields` "fields", such a dict for
+        each. Warns if any became infinite.
 
         Raises: FileExistsError, NotFoundError (no such field; a format with words and no
         vocabulary), ValueError (a file of the store itself or one a table has adopted; a format
@@ -693,6 +698,11 @@ class Table:
         if gzip is not None:
             gzip = _checks.integer(gzip, "gzip", most=9)
         core = self._live
+        if resume and self._store.writable:
+            raise ValueError(
+                "resume: rows of a store that is open for writing change without a commit; open it "
+                'with mode="r"'
+            )
         location = os.fsencode(dst)
         kind = None if format is None else str(format)
         self._store._check_outside(_core.location_file(location, kind))
@@ -712,6 +722,7 @@ class Table:
             beside,
             self._store.commit_number,
             bool(check),
+            bool(resume),
             progress,
         )
         parts = {name: _counts(part) for name, part in found.get("fields", {}).items()}
@@ -725,8 +736,9 @@ class Table:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if "order" in found:
-            counts["order"] = found["order"]
+        for key in ("order", "resumed_rows"):
+            if key in found:
+                counts[key] = found[key]
         return {**counts, "fields": parts} if parts else counts
 
     def import_file(
@@ -759,7 +771,8 @@ class Table:
         found before the first row is changed: rows are read once if they fit 32 MiB, else twice.
         After an error in writing (a full disk) some rows are new; leaving the store without a
         commit gives all of them up, but those of stretches that the store has committed by itself
-        (`autocommit`), where they were more than the log holds.
+        (`autocommit`), where they were more than the log holds. There is no `resume`: rows that go
+        into a table are part of one commit, which is there or not.
 
         Args:
             src: the file, and after a colon the array in it.

@@ -231,7 +231,7 @@ void put_chunk(hid_t dataset, Made& made, const std::vector<hsize_t>& origin, Ta
     for (const std::uint64_t filter : made.filters) {
       ChunkLayout layout;
       layout.chunk_bytes = bytes;
-      Bytes scratch;
+      ChunkScratch scratch;
       layout.filters = {{ChunkLayout::Filter::Kind::kShuffle, static_cast<unsigned>(made.element.bytes)}};
       if (filter == 1) layout.filters[0] = {ChunkLayout::Filter::Kind::kDeflate, 1};
       unsigned skipped = 0;

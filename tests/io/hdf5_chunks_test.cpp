@@ -229,7 +229,8 @@ TEST_F(Hdf5ChunksTest, DamagedChunksAreNamed) {
     ChunkLayout other;
     other.chunk_bytes = rows * 32;
     other.filters = {{Filter::Kind::kDeflate, 6}};
-    std::vector<std::byte> data(rows * 32, std::byte{7}), scratch;
+    std::vector<std::byte> data(rows * 32, std::byte{7});
+    ChunkScratch scratch;
     EXPECT_EQ(pack_chunk(other, data, scratch), 0U);
     EXPECT_THAT(refuse(data, 0, gzip), HasSubstr(rows < 4 ? "unpacks to 96 bytes" : "more than a chunk"));
   }
@@ -267,7 +268,8 @@ TEST(Hdf5Chunk, PackingAndBackIsTheSameForAnyItem) {
       layout.chunk_bytes = bytes;
       layout.filters = {{Filter::Kind::kShuffle, item}, {Filter::Kind::kDeflate, 6}};
       const std::vector<std::byte> data = noise(bytes, item, 3);
-      std::vector<std::byte> packed = data, scratch;
+      std::vector<std::byte> packed = data;
+      ChunkScratch scratch;
       const unsigned skipped = pack_chunk(layout, packed, scratch);
       EXPECT_LE(packed.size(), data.size());
       EXPECT_EQ(unpack_chunk(layout, skipped, packed, scratch), "");
@@ -281,7 +283,8 @@ TEST(Hdf5Chunk, JunkOfAnyKindIsRefusedOrRead) {
     layout.chunk_bytes = 64;
     constexpr std::array kKinds{Filter::Kind::kLzf, Filter::Kind::kShuffle, Filter::Kind::kDeflate, Filter::Kind::kFletcher32};
     for (unsigned i = 0; i <= seed % 3; ++i) layout.filters.push_back({kKinds[(seed / 3 + i * 7) % 4], 1 + seed % 9});
-    std::vector<std::byte> data = noise(seed % 100, seed), scratch;
+    std::vector<std::byte> data = noise(seed % 100, seed);
+    ChunkScratch scratch;
     if (unpack_chunk(layout, seed % 8, data, scratch).empty()) {
       EXPECT_EQ(data.size(), 64U);
     }

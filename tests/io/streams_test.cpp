@@ -279,5 +279,105 @@ TEST_F(StreamsTest, ZerosStayHolesWhereTheyMay) {
   EXPECT_TRUE(file_text(at("x")) == data);
 }
 
+// All of `data` from byte `begin` on through views, to `to` from byte `at` on.
+std::uint64_t copy_views(StreamedFile& from, std::uint64_t begin, std::uint64_t end, StreamWriter& to, std::uint64_t most) {
+  std::uint64_t pieces = 0;
+  for (std::uint64_t at = begin; at < end; ++pieces) {
+    const std::span<const std::byte> piece = from.view(at, std::min(most, end - at));
+    if (piece.empty()) throw FormatError("x", "has nothing to show");
+    to.write_view(piece);
+    at += piece.size();
+  }
+  return pieces;
+}
+
+TEST_F(StreamsTest, ViewsAreWhatIsReadWhereverTheyGo) {
+  const std::string data = pattern(kBytes);
+  make_file(at("x"), data);
+  if (in_memory()) GTEST_SKIP() << "nothing is read ahead of files in memory";
+  // Places that fit (equal in 4 KiB units), and others; pieces that end with blocks, and inside of them.
+  for (const std::uint64_t begin : {std::uint64_t{0}, std::uint64_t{128}, 4_KiB + 1})
+    for (const std::uint64_t shift : {std::uint64_t{0}, 4_KiB, std::uint64_t{8}, std::uint64_t{512}})
+      for (const std::uint64_t most : {kBytes, 1_MiB + 3})
+        for (const std::uint64_t memory : {1_MiB, 16_MiB}) {
+          StreamedFile from = open();
+          ASSERT_GT(from.read_ahead(begin, kBytes, memory), 0U);
+          std::error_code ignored;
+          std::filesystem::remove(at("y"), ignored);
+          {
+            const File file = File::open(at("y"), File::Mode::kCreateNew);
+            file.write(0, std::string(begin + shift, '.'));
+            StreamWriter to(file, begin + shift);
+            ASSERT_GT(to.write_behind(kBytes - begin, memory), 0U);
+            EXPECT_GE(copy_views(from, begin, kBytes, to, most), kBytes / std::min(most, memory));
+            // And more behind them, which goes by the ring.
+            to.write(std::as_bytes(std::span(data)).first(100));
+            to.flush();
+            EXPECT_EQ(to.position(), kBytes + shift + 100);
+            file.sync();
+          }
+          ASSERT_TRUE(file_text(at("y")) == std::string(begin + shift, '.') + data.substr(begin) + data.substr(0, 100))
+              << begin << ' ' << shift << ' ' << most << ' ' << memory;
+        }
+}
+
+TEST_F(StreamsTest, WhatTheRingHasComesBeforeViews) {
+  const std::string data = pattern(kBytes);
+  make_file(at("x"), data);
+  if (in_memory()) GTEST_SKIP() << "nothing is read ahead of files in memory";
+  StreamedFile from = open();
+  from.read_ahead(0, kBytes, 4_MiB);
+  const File file = File::open(at("y"), File::Mode::kCreateNew);
+  StreamWriter to(file, 0);
+  to.write_behind(2 * kBytes, 4_MiB);
+  to.write(std::as_bytes(std::span(data)).first(4_KiB));
+  copy_views(from, 0, kBytes, to, kBytes);
+  to.flush();
+  EXPECT_TRUE(file_text(at("y")) == data.substr(0, 4_KiB) + data);
+}
+
+TEST_F(StreamsTest, ThereIsNothingToSeeOfWhatIsNotAhead) {
+  make_file(at("x"), pattern(kBytes));
+  StreamedFile file = open();
+  EXPECT_TRUE(file.view(0, 100).empty());
+  file.read_ahead(1_MiB, kBytes, 2_MiB);
+  EXPECT_TRUE(file.view(5, 100).empty());
+  if (!in_memory()) {
+    EXPECT_FALSE(file.view(2_MiB, 100).empty());
+    EXPECT_TRUE(file.view(1_MiB, 100).empty());  // back
+  }
+  EXPECT_EQ(read(file, 5, 15, 10), pattern(kBytes).substr(5, 10));
+}
+
+TEST_F(StreamsTest, FaultsOfWritingViewsAreToldOrOvercome) {
+  const std::string data = pattern(kBytes);
+  make_file(at("x"), data);
+  if (in_memory()) GTEST_SKIP() << "nothing is read ahead of files in memory";
+  using Kind = Faults::Kind;
+  for (const Kind kind : {Kind::kShort, Kind::kInterrupted, Kind::kIoError, Kind::kFull, Kind::kRefused})
+    for (const int call : {0, 1, 3}) {
+      Faults faults(kind, call, /*always=*/kind == Kind::kInterrupted);
+      StreamedFile from = open();
+      from.read_ahead(0, kBytes, 4_MiB);
+      std::error_code ignored;
+      std::filesystem::remove(at("y"), ignored);
+      const File file = File::open(at("y"), File::Mode::kCreateNew, faults);
+      StreamWriter to(file, 0);
+      to.write_behind(kBytes, 4_MiB);
+      faults.arm();
+      const auto copy = [&] {
+        copy_views(from, 0, kBytes, to, kBytes);
+        to.flush();
+      };
+      if (kind == Kind::kIoError || kind == Kind::kFull) {
+        EXPECT_THAT(error_of<IoError>(copy), HasSubstr("pwrite"));
+        continue;
+      }
+      copy();
+      EXPECT_GT(faults.calls(), call);
+      ASSERT_TRUE(file_text(at("y")) == data) << static_cast<int>(kind) << ' ' << call;
+    }
+}
+
 }  // namespace
 }  // namespace embermap

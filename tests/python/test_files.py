@@ -334,3 +334,85 @@ def test_progress_must_be_callable(store, tmp_path, values):
     with pytest.raises(TypeError):
         store.import_file("t", tmp_path / "x.npy", progress=3)
     assert store.tables() == []
+
+
+# --- going on -------------------------------------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_at(rows):
+    def progress(done, total):
+        if rows <= done < total:
+            raise Stop
+
+    return progress
+
+
+def test_an_import_is_gone_on_with(store, tmp_path, values):
+    rows = values((40_000, 16), "float32")
+    np.save(tmp_path / "x.npy", rows)
+    beside = store.path.parent
+    with pytest.raises(Stop):
+        store.import_file("t", tmp_path / "x.npy", resume=True, progress=stop_at(20_000))
+    assert "t" not in store
+    kept = sorted(p.name for p in beside.glob(f".{store.path.name}.t.resume*"))
+    assert kept == [f".{store.path.name}.t.resume", f".{store.path.name}.t.resume.json"]
+    seen = []
+    table = store.import_file(
+        "t", tmp_path / "x.npy", resume=True, check=True, progress=lambda d, t: seen.append(d)
+    )
+    assert min(seen[:1]) >= 20_000
+    assert table[:].tobytes() == rows.tobytes()
+    assert not list(beside.glob(f".{store.path.name}.t.resume*"))
+    with pytest.raises(FileExistsError, match="'t'"):
+        store.import_file("t", tmp_path / "x.npy", resume=True)
+
+
+def test_another_source_is_not_gone_on_with(store, tmp_path, values):
+    np.save(tmp_path / "x.npy", values((40_000, 16), "float32"))
+    with pytest.raises(Stop):
+        store.import_file("t", tmp_path / "x.npy", resume=True, progress=stop_at(20_000))
+    np.save(tmp_path / "x.npy", values((40_000, 16), "float32"))
+    with pytest.raises(ValueError, match="another source"):
+        store.import_file("t", tmp_path / "x.npy", resume=True)
+    np.savez(tmp_path / "x.npz", weight=np.ones((3, 2), "f4"), sum=np.ones((3, 2), "f4"))
+    fields = {"weight": "weight", "sum": "sum"}
+    with pytest.raises(ValueError, match="several fields"):
+        store.import_file(
+            "u", tmp_path / "x.npz", fields=fields, resume=True, optimizer=em.optim.Adagrad()
+        )
+
+
+def test_an_export_is_gone_on_with(tmp_path, values):
+    rows = values((400_000, 16), "float32")
+    with em.open(tmp_path / "s", memory="64MiB") as store:
+        store.from_array("t", rows)
+        with pytest.raises(ValueError, match='mode="r"'):
+            store["t"].export(tmp_path / "y.npy", resume=True)
+    out = tmp_path / "y.npy"
+    with em.open(tmp_path / "s", mode="r") as store:
+        with pytest.raises(Stop):
+            store["t"].export(out, resume=True, progress=stop_at(200_000))
+        assert not out.exists()
+        assert (tmp_path / ".y.npy.resume").exists()
+        found = store["t"].export(out, resume=True, check=True)
+        assert 200_000 <= found["resumed_rows"] < 400_000
+    assert np.load(out).tobytes() == rows.tobytes()
+    assert not list(tmp_path.glob(".y.npy.resume*"))
+
+
+def test_an_export_of_another_commit_is_not_gone_on_with(tmp_path, values):
+    with em.open(tmp_path / "s", memory="64MiB") as store:
+        store.from_array("t", values((400_000, 16), "float32"))
+    with em.open(tmp_path / "s", mode="r") as store, pytest.raises(Stop):
+        store["t"].export(tmp_path / "y.npy", resume=True, progress=stop_at(200_000))
+    with em.open(tmp_path / "s") as store:
+        store["t"].scatter([0], np.ones((1, 16), np.float32))
+    with em.open(tmp_path / "s", mode="r") as store:
+        with pytest.raises(ValueError, match="another (store|file of the table)"):
+            store["t"].export(tmp_path / "y.npy", resume=True)
+        with pytest.raises(ValueError, match="several arrays"):
+            store["t"].export(tmp_path / "y.npz", fields={"a": "weight"}, resume=True)

@@ -361,12 +361,12 @@ def convert_goals(
         )
 
     disk = "npy to (npy|hdf5|safetensors|torch)|(hdf5|hdf5, chunked,|safetensors|torch) to npy"
-    text = "word2vec text to npy"
+    text = "word2vec text to npy|npy to word2vec text"
     rows = [
         ("npy, HDF5, safetensors, torch, read and written: cp", disk, "cp_ratio", 0.9),
         ("files into files: the format's own library", ".*", "other_ratio", 1),
         ("gzip HDF5, read and written: h5py", ".*hdf5, gzip.*", "other_ratio", 1.5),
-        ("word2vec text read: gensim", text, "other_ratio", 5),
+        ("word2vec text, read and written: gensim", text, "other_ratio", 5),
     ]
     found: list[tuple[str, str, float | None, str, bool | None]] = []
     for work, pattern, key, least in rows:

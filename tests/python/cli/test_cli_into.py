@@ -454,3 +454,72 @@ def test_the_page_size_of_a_table_that_is_there_is_not_chosen(cli, tmp_path, tab
     result = cli("import", tmp_path / "n.npy", table, "--into", "--page-size", "8KiB")
     assert result.code == 2
     assert "--page-size: the table has what it was made with" in result.err
+
+
+def test_what_was_written_where_is_said(cli, tmp_path, table, values):
+    np.save(tmp_path / "n.npy", values[:3])
+    said = cli.ok("import", tmp_path / "n.npy", table, "--into", "--at", "5").out.splitlines()
+    assert said[-1] == f"rows 5..7 of {table}"
+    said = cli.ok("import", tmp_path / "n.npy", table, "--into", "--append").out.splitlines()
+    assert said[-1] == f"rows {ROWS}..{ROWS + 2} of {table}"
+    one = ("import", tmp_path / "n.npy", table, "--into", "--at", "0", "--rows", "1:2")
+    assert cli.ok(*one).out.splitlines()[-1] == f"row 0 of {table}"
+    assert cli.ok(*one, "--quiet").out == ""
+    assert cli.ok(*one, "--json").json["first_row"] == 0
+
+
+@pytest.mark.parametrize("options", [[], ["--resume"], ["--in-place"]])
+def test_import_onto_a_table_that_is_there_names_into(cli, tmp_path, table, values, options):
+    np.save(tmp_path / "n.npy", values)
+    cli.fails(
+        "import", tmp_path / "n.npy", table, *options, says=["already exists", "remove", "--into"]
+    )
+
+
+@pytest.mark.parametrize("option", ["--in-place", "--all", "--optimizer-state", "--into"])
+def test_a_page_size_that_would_do_nothing_is_refused(cli, tmp_path, table, option):
+    source = tmp_path / "n.npy"
+    np.save(source, np.zeros((4, DIM), np.float32))
+    target = table if option in ("--optimizer-state", "--into") else table.with_name("new")
+    if option == "--all":
+        cli.ok("export", table, tmp_path / "all.npz", "--all")
+        source = tmp_path / "all.npz"
+    elif option == "--optimizer-state":
+        cli.ok("export", table, tmp_path / "state.pt", "--optimizer-state")
+        source = tmp_path / "state.pt"
+    before = sorted(table.parent.iterdir())
+    refused = cli("import", source, target, option, "--page-size", "8KiB")
+    assert refused.code == 2
+    assert "--page-size" in refused.err
+    assert sorted(table.parent.iterdir()) == before
+
+
+def test_too_little_memory_is_told_in_words_of_the_option(cli, tmp_path, table, values):
+    np.save(tmp_path / "n.npy", values)
+    for target in (table.with_name("new"), tmp_path / "other" / "t"):
+        cli.fails(
+            "import", tmp_path / "n.npy", target, "--memory", "1", says=["--memory 1,", "half"]
+        )
+    args = ("import", tmp_path / "n.npy", table, "--into", "--memory", "1")
+    cli.fails(*args, says=["--memory 1,", "half"])
+
+
+def test_an_order_leaves_the_file_of_an_adopted_table(cli, tmp_path, table, values):
+    np.save(tmp_path / "n.npy", values)
+    np.save(tmp_path / "o.npy", np.arange(ROWS)[::-1])
+    adopted = table.parent / "new.order.npy"
+    np.save(adopted, values)
+    with em.open(table.parent, memory="32MiB") as store:
+        store.adopt("mine", adopted)
+    bits = adopted.read_bytes()
+    target = table.with_name("new")
+    args = ("import", tmp_path / "n.npy", target, "--order", tmp_path / "o.npy")
+    cli.fails(*args, says=["new.order.npy", "'mine'"])
+    assert adopted.read_bytes() == bits
+    with em.open(table.parent, mode="r") as store:
+        assert "new" not in store
+    with em.open(table.parent, memory="32MiB") as store:
+        with pytest.raises(FileExistsError, match="mine"):
+            store.import_file("new", tmp_path / "n.npy", order=tmp_path / "o.npy")
+        assert "new" not in store
+    assert adopted.read_bytes() == bits

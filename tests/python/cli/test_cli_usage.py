@@ -100,7 +100,6 @@ def test_every_command_has_help_with_examples(cli: Embermap, command: str) -> No
         ["create", "t/x", "--rows", "4", "--dim", "2", "--memory", "lots"],
         ["create", "t/x", "--rows", "4", "--dim", "2", "--memory", "0"],
         ["convert", "a.npy"],
-        ["convert", "a.xyz", "b.npy"],
         ["convert", "a.npy", "b.npy", "--gzip", "4"],
         ["convert", "a.npy", "b.h5:/v", "--gzip", "10"],
         ["convert", "a.npy", "b.npy", "--dtype", "complex64"],
@@ -270,3 +269,9 @@ def test_an_unknown_command_and_unexpected_arguments_are_named_in_order(
     assert (result.code, "unknown command 'foo'" in result.error) == (2, True), result
     result = cli("info", "a", "--first", "--second", cwd=tmp_path)
     assert (result.code, "'--first' '--second'" in result.error) == (2, True), result
+
+
+@pytest.mark.parametrize("name", ["nothing", "nothing.data", "nothing:part", "no/folder/x.dat"])
+def test_a_file_that_is_not_there_is_told_as_such(cli: Embermap, tmp_path: Path, name: str) -> None:
+    for command in (["convert", name, "y.npy"], ["ls", name], ["import", name, "s/t"]):
+        cli.fails(*command, cwd=tmp_path, says=["No such file", name])
