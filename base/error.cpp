@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <system_error>
@@ -68,6 +69,15 @@ std::string printable(std::string_view text) {
     }
   }
   return out;
+}
+
+std::string printable(std::string_view text, std::size_t most) {
+  if (text.size() <= most) return printable(text);
+  // At most three bytes of a character lie before the cut, if one is cut.
+  std::size_t end = most;
+  for (std::size_t at = most - std::min<std::size_t>(most, 3); at < most; ++at)
+    if (const std::size_t length = utf8_length(text, at); length > most - at) end = std::min(end, at);
+  return printable(text.substr(0, end)) + "...";
 }
 
 }  // namespace embermap

@@ -129,5 +129,7 @@ std::string printable(std::string_view text);
 inline std::string printable(const std::string& text) { return printable(std::string_view{text}); }
 inline std::string printable(const char* text) { return printable(std::string_view{text}); }
 inline std::string printable(const std::filesystem::path& path) { return printable(std::string_view{path.native()}); }
+// Its first `most` bytes, cut between two characters, and "..." if that is not all: for what a file says.
+std::string printable(std::string_view text, std::size_t most);
 
 }  // namespace embermap

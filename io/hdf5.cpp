@@ -154,8 +154,7 @@ LastError last_error() {
       [](unsigned n, const H5E_error2_t* entry, void* data) -> herr_t {
         auto& error = *static_cast<LastError*>(data);
         const std::string_view text = entry->desc != nullptr ? entry->desc : "";
-        if (n < 8 && !text.empty())
-          error.text += fmt::format("{}{}", error.text.empty() ? "" : "; ", printable(text.substr(0, 400)));
+        if (n < 8 && !text.empty()) error.text += fmt::format("{}{}", error.text.empty() ? "" : "; ", printable(text, 400));
         if (const auto number = number_after(text, "errno = "); number && error.error_number == 0)
           error.error_number = static_cast<int>(*number);
         return 0;

@@ -98,7 +98,7 @@ class LiteralParser {
 
   std::string source(const Value& value) const {
     const std::string_view all = text_.substr(value.begin, value.end - value.begin);
-    return printable(all.substr(0, 80)) + (all.size() > 80 ? "..." : "");
+    return printable(all, 80);
   }
 
  private:
@@ -222,8 +222,8 @@ class LiteralParser {
       fail(fmt::format(
           "'{}' where a plain number belongs: the program that wrote the file put a NumPy scalar into the header; convert "
           "each dimension to int before writing",
-          printable(word.substr(0, 40))));
-    fail(fmt::format("unexpected word '{}'", printable(word.substr(0, 40))));
+          printable(word, 40)));
+    fail(fmt::format("unexpected word '{}'", printable(word, 40)));
   }
 
   char32_t parse_hex(std::size_t digits) {

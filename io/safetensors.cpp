@@ -84,7 +84,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
       tensor().dtype = std::move(text);
       return true;
     }
-    return value(fmt::format("'{}'", printable(text.substr(0, 80))));
+    return value(fmt::format("'{}'", printable(text, 80)));
   }
   bool start_object(std::size_t) override {
     enter();
@@ -110,7 +110,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
         header_.tensors.emplace_back().name = std::move(key);
       }
     } else if (depth_ == 2 && in_metadata_) {
-      if (header_.metadata.contains(key)) fail(fmt::format("'{}' is twice in its metadata", printable(key.substr(0, 80))));
+      if (header_.metadata.contains(key)) fail(fmt::format("'{}' is twice in its metadata", printable(key, 80)));
       key_ = std::move(key);
     } else if (depth_ == 2) {
       bool* const seen = key == "dtype"          ? &has_dtype_
@@ -147,7 +147,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     // What the parser says begins with its own number of the error.
     std::string_view text = error.what();
     if (const std::size_t end = text.find("] "); end != std::string_view::npos) text.remove_prefix(end + 2);
-    fail(fmt::format("it is no JSON, at byte {}: {}", position, printable(text.substr(0, 200))));
+    fail(fmt::format("it is no JSON, at byte {}: {}", position, printable(text, 200)));
   }
 
   [[noreturn]] void fail(std::string_view what) const { throw FormatError(file_, fmt::format("safetensors header: {}", what)); }
@@ -170,7 +170,7 @@ class HeaderReader final : public nlohmann::json_sax<nlohmann::json> {
     if (depth_ == 0) fail(fmt::format("it is {}, no object", what));
     if (depth_ == 1 || (depth_ == 2 && where_ == Where::kNone))
       fail(fmt::format("'{}' is {}, no description of a tensor", in_metadata_ ? "__metadata__" : name(), what));
-    if (in_metadata_) fail(fmt::format("its metadata '{}' is {}, no text", printable(key_.substr(0, 80)), what));
+    if (in_metadata_) fail(fmt::format("its metadata '{}' is {}, no text", printable(key_, 80), what));
     if (where_ == Where::kDtype) fail(fmt::format("the dtype of '{}' is {}, no text", name(), what));
     if (where_ == Where::kShape || where_ == Where::kOffsets)
       fail(fmt::format("the {} of '{}' holds {}, not whole numbers of 0 or more",

@@ -48,7 +48,7 @@ std::string_view without_blanks_before(std::string_view text) {
 // For messages: no line of megabytes.
 std::string shown(std::string_view text) {
   constexpr std::size_t kMost = 60;
-  return text.size() <= kMost ? printable(text) : printable(text.substr(0, kMost)) + "...";
+  return printable(text, kMost);
 }
 
 enum class Number { kGood, kTooLarge, kNotWhole, kNone };

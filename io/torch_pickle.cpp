@@ -149,7 +149,7 @@ class Machine {
     fail(fmt::format(
         "it {} '{}', which is not read here (tensors, numbers, texts, and dictionaries, lists and tuples of them are; "
         "nothing is executed). Save the state_dict alone, or its tensors as safetensors",
-        does, printable(name.substr(0, 200))));
+        does, printable(name, 200)));
   }
 
   // ---- bytes ----
@@ -785,7 +785,7 @@ std::optional<LegacyTorch> read_legacy_torch(const std::filesystem::path& file, 
     for (const std::string& key : list.texts(list.value())) {
       const auto named = saved.storages().find(key);
       if (named == saved.storages().end())
-        throw FormatError(file, fmt::format("torch pickle: a storage '{}' that no tensor has", printable(key.substr(0, 80))));
+        throw FormatError(file, fmt::format("torch pickle: a storage '{}' that no tensor has", printable(key, 80)));
       out.storages.push_back(named->second);
     }
     out.data += list.used();

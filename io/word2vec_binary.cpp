@@ -181,7 +181,7 @@ class Word2vecBinaryWriter final : public RowWriter {
       if (word_.find_first_of(" \n") != std::string::npos || word_.size() > kLongestWord)
         throw FormatError(
             temporary_->target(),
-            fmt::format("the word '{}' of row {} {}", printable(word_.substr(0, 60)), next_,
+            fmt::format("the word '{}' of row {} {}", printable(word_, 60), next_,
                         word_.size() > kLongestWord ? fmt::format("has {} bytes; {} is the most", word_.size(), kLongestWord)
                         : word_.find('\n') != std::string::npos ? "holds a newline, which words of this format cannot"
                                                                 : "holds a space, which ends a word in this format"));

@@ -76,9 +76,7 @@ std::array<std::pair<const char*, std::uint64_t*>, 7> counter_keys(TableCounters
 std::string shown(const ReadJson& value) {
   if (value.is_object()) return "an object";
   if (value.is_array()) return "an array";
-  constexpr std::size_t kMost = 80;
-  const std::string text = value.dump();
-  return printable(text.substr(0, kMost)) + (text.size() > kMost ? "..." : "");
+  return printable(value.dump(), 80);
 }
 
 // Looks at a text's nesting and keys before values are made of it. Refuses what no writer of ours makes and readers disagree
@@ -101,7 +99,7 @@ class JsonCheck {
   bool end_array() { return close(); }
   bool key(std::string& name) {
     if (!keys_.back().insert(name).second)
-      throw FormatError(file_, fmt::format("{} has the key '{}' twice in one object", what_, printable(name.substr(0, 200))));
+      throw FormatError(file_, fmt::format("{} has the key '{}' twice in one object", what_, printable(name, 200)));
     return true;
   }
   bool parse_error(std::size_t, const std::string&, const ReadJson::exception&) { return false; }
@@ -133,8 +131,8 @@ class NoteCheck : public JsonCheck {
   }
   bool number_float(double, const std::string& text) {
     if (text.find_first_of(".eE") != std::string::npos) return true;
-    throw InvalidArgument(fmt::format("note: '{}' has {}, a whole number that 64 bits do not hold", printable(key_),
-                                      printable(text.substr(0, 80))));
+    throw InvalidArgument(
+        fmt::format("note: '{}' has {}, a whole number that 64 bits do not hold", printable(key_), printable(text, 80)));
   }
 
  private:
@@ -190,7 +188,7 @@ class Reader {
   std::filesystem::path path(const char* key) const {
     std::string text = path_text(key);
     if (text.find('\0') != std::string::npos || !std::filesystem::path(text).is_absolute())
-      fail(fmt::format("has a '{}' that is no absolute path: {}", key, printable(text.substr(0, 200))));
+      fail(fmt::format("has a '{}' that is no absolute path: {}", key, printable(text, 200)));
     return text;
   }
 
@@ -229,7 +227,7 @@ void read_option(const Reader& reader, const char* name, std::array<double, 2>& 
 void read_option(const Reader& reader, const char* name, StepOf& value) {
   const std::string text = reader.text(name);
   const std::optional<StepOf> step = step_of_named(text);
-  if (!step) reader.fail(fmt::format("has the {} '{}', which is neither 'global' nor 'row'", name, printable(text)));
+  if (!step) reader.fail(fmt::format("has the {} '{}', which is neither 'global' nor 'row'", name, printable(text, 80)));
   value = *step;
 }
 
@@ -237,7 +235,7 @@ Optimizer read_optimizer(const Reader& reader) {
   const std::string name = reader.text("name");
   std::optional<Optimizer> optimizer = optimizer_named(name);
   if (!optimizer || std::holds_alternative<std::monostate>(*optimizer))
-    reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name)));
+    reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name, 80)));
   std::visit(
       [&](auto& o) {
         visit_options(o, [&](const char* option, auto& value, bool said) {
@@ -254,7 +252,7 @@ Initializer read_init(const Reader& reader) {
   if (name == "constant") return Constant{reader.number("value")};
   if (name == "uniform") return Uniform{reader.number("low"), reader.number("high")};
   if (name == "normal") return Normal{reader.number("mean"), reader.number("std")};
-  reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name)));
+  reader.fail(fmt::format("is '{}', which this embermap does not know", printable(name, 80)));
 }
 
 // Only what could be a table's: whoever opens the store removes these files.
@@ -269,7 +267,7 @@ std::set<std::string, std::less<>> read_unfinished(const Reader& reader) {
     for (const std::string_view ending : {".vocab.txt", ".order.npy", ".npy", ".pages"})
       if (table.size() == file.size() && table.ends_with(ending)) table.remove_suffix(ending.size());
     if (table.size() == file.size())
-      reader.fail(fmt::format("has '{}' in 'unfinished', which is no file of a table", printable(file)));
+      reader.fail(fmt::format("has '{}' in 'unfinished', which is no file of a table", printable(file, 200)));
     try {
       check_table_name(table);
     } catch (const InvalidArgument& problem) {
@@ -318,7 +316,7 @@ TableEntry read_table(const Reader& reader) {
   }
   if (reader.has("byte_order")) {
     const std::string order = reader.text("byte_order");
-    if (order != "little" && order != "big") reader.fail(fmt::format("has the byte_order '{}'", printable(order)));
+    if (order != "little" && order != "big") reader.fail(fmt::format("has the byte_order '{}'", printable(order, 80)));
     entry.big_endian = order == "big";
     if (entry.big_endian && (!entry.adopted || item_size(entry.dtype) == 1 || entry.dtype == DType::kBFloat16))
       reader.fail(
@@ -409,7 +407,7 @@ Manifest Manifest::parse(std::string_view text, const std::filesystem::path& fil
   const ReadJson& tables = top.at("tables");
   if (!tables.is_object()) top.fail("has 'tables' that are no object");
   for (const auto& [name, value] : tables.items()) {
-    const Reader reader(file, value, fmt::format("table '{}'", printable(name)));
+    const Reader reader(file, value, fmt::format("table '{}'", printable(name, 200)));
     try {
       check_table_name(name);
       TableEntry entry = read_table(reader);
@@ -554,7 +552,7 @@ std::string utc_now() {
 
 void check_table_name(std::string_view name) {
   const auto fail = [&](std::string_view why) {
-    return InvalidArgument(fmt::format("'{}' cannot name a table: {}", printable(name), why));
+    return InvalidArgument(fmt::format("'{}' cannot name a table: {}", printable(name, 200), why));
   };
   if (name.empty()) throw fail("it is empty");
   if (name.size() > 200) throw fail("it is longer than 200 bytes");

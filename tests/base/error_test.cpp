@@ -7,6 +7,19 @@
 namespace embermap {
 namespace {
 
+TEST(Printable, LongTextIsCutBetweenCharacters) {
+  EXPECT_EQ(printable("items", 5), "items");
+  EXPECT_EQ(printable("items", 4), "item...");
+  EXPECT_EQ(printable("items", 0), "...");
+  EXPECT_EQ(printable("", 0), "");
+  const std::string text = "a\xE2\x82\xAC\xF0\x9F\x94\xA5z";  // 1, 3, 4 and 1 bytes
+  for (const std::size_t most : {1U, 2U, 3U}) EXPECT_EQ(printable(text, most), "a...");
+  for (const std::size_t most : {4U, 5U, 6U, 7U}) EXPECT_EQ(printable(text, most), "a\xE2\x82\xAC...");
+  EXPECT_EQ(printable(text, 8), "a\xE2\x82\xAC\xF0\x9F\x94\xA5...");
+  EXPECT_EQ(printable(text, 9), text);
+  EXPECT_EQ(printable("\xFF\xFE\xFD", 2), "\\xff\\xfe...");
+}
+
 TEST(Printable, LeavesTextAlone) {
   EXPECT_EQ(printable(""), "");
   EXPECT_EQ(printable("items.npy"), "items.npy");

@@ -64,6 +64,14 @@ TEST(Manifest, RefusesNamesThatWouldLeaveTheStore) {
     EXPECT_THAT(refusal(with_tables(fmt::format("\"{}\": {}}}", name, kTable))), HasSubstr("cannot name a table")) << name;
 }
 
+TEST(Manifest, RefusalsShowTheBeginningOfALongName) {
+  for (const std::string& name : {std::string(20'000, 'y'), std::string(20'000, '\x7F'), "no/" + std::string(20'000, 'y')}) {
+    const std::string text = refusal(with_tables(fmt::format("\"{}\": {}}}", name, kTable)));
+    EXPECT_THAT(text, HasSubstr("cannot name a table"));
+    EXPECT_LT(text.size(), 3'000U);
+  }
+}
+
 TEST(Manifest, RefusesWhatIsNoNumber) {
   for (const char* text : {"NaN", "Infinity", "1e999", "\"\xff\"", "01", "0x10"})
     EXPECT_THAT(refusal(fmt::format(R"({{"format": "embermap", "version": 1, "commit": {}, "tables": {{}}}})", text)),
