@@ -25,7 +25,9 @@ constexpr int kDeepest = 32;  // nesting of a line; a note may be less deep
 std::string checksum_of(std::string_view text) { return fmt::format("{:016x}", checksum64(std::as_bytes(std::span(text)))); }
 
 std::string line_of(const CommitInfo& commit) {
-  std::string text = fmt::format(R"({{"commit": {}, "time": "{}", )", commit.number, commit.time);
+  // A time from a file that is not ours may be any text.
+  const std::string time = nlohmann::json(commit.time).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  std::string text = fmt::format(R"({{"commit": {}, "time": {}, )", commit.number, time);
   if (!commit.note.empty()) text += fmt::format(R"("note": {}, )", commit.note);
   return text + fmt::format("{}: \"{}\"}}\n", kChecksumKey, checksum_of(text));
 }

@@ -738,8 +738,8 @@ def make_partial_rows() -> None:
 
 
 def make_commit_history() -> None:
-    def line(number: int, note: object = None) -> bytes:
-        text: dict[str, object] = {"commit": number, "time": "2031-05-06T07:08:09.123Z"}
+    def line(number: int, note: object = None, time: str = "2031-05-06T07:08:09.123Z") -> bytes:
+        text: dict[str, object] = {"commit": number, "time": time}
         text |= {} if note is None else {"note": note}
         return (json.dumps(text | {"checksum": "0123456789abcdef"}) + "\n").encode()
 
@@ -755,6 +755,7 @@ def make_commit_history() -> None:
         b"\x09" + line(1, [1]) + line(2, 3.5) + line(4, {"b": 1, "a": {}}),
     )
     save("commit_history", "deep", b"\x09" + line(1, {"a": deep}))
+    save("commit_history", "time", b"\x05" + line(1, time='a \\ and a "') + b"{}\n" + line(2))
 
 
 def make_settings() -> None:
