@@ -12,6 +12,7 @@ std::string version_text(int version) { return fmt::format("{}.{}", version / 10
 }  // namespace
 
 int cuda_devices() noexcept {
+  if (gpu::in_forked_child()) return 0;  // the runtime may still count what it knew before fork()
   int devices = 0;
   if (cudaGetDeviceCount(&devices) == cudaSuccess) return devices;
   (void)cudaGetLastError();
@@ -19,6 +20,7 @@ int cuda_devices() noexcept {
 }
 
 std::string cuda_absence() {
+  if (gpu::in_forked_child()) return "CUDA was in use before fork(), a child cannot use it";
   int devices = 0;
   const cudaError_t error = cudaGetDeviceCount(&devices);
   if (error == cudaSuccess) return devices > 0 ? "" : "no CUDA device is visible";
@@ -32,8 +34,6 @@ std::string cuda_absence() {
   if (error == cudaErrorInsufficientDriver)
     return fmt::format("the CUDA driver is too old: it supports CUDA {}, this build needs {}", version_text(driver),
                        version_text(runtime));
-  if (gpu::in_forked_child())
-    return fmt::format("CUDA was in use before fork(), a child cannot use it ({})", gpu::error_text(error));
   return fmt::format("CUDA does not start: {}", gpu::error_text(error));
 }
 
