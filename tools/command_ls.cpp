@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <filesystem>
 #include <memory>
 #include <system_error>
@@ -61,6 +62,9 @@ int list(const Arguments& arguments, const Common& common) {
       return parse_source("FILE", arguments.file, arguments.from);
     } catch (const UsageError&) {
       refuse_stores(arguments.file);
+      throw;
+    } catch (const IoError& error) {
+      if (error.error_number() == ENOENT) refuse_stores(arguments.file);
       throw;
     }
   }();

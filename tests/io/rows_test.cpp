@@ -89,9 +89,20 @@ TEST_F(RowsTest, LocationsThatExistAreTakenWhole) {
 }
 
 TEST_F(RowsTest, UnknownExtensionsAreRefusedWithTheKnownOnes) {
+  const LocationOptions writing{.format = {}, .use = LocationOptions::Use::kWrite};
   for (const std::string_view text : {"x.xyz", "x", "x.npy/", "x.xyz:npy", "", "x.npyz", "x.npy:", ":x"})
-    EXPECT_THROW(parse_location(text), InvalidArgument) << text;
-  EXPECT_THAT(error_of<InvalidArgument>([] { parse_location("x.xyz"); }), HasSubstr(".npy, .npz, .h5, .hdf5, .he5"));
+    EXPECT_THROW(parse_location(text, writing), InvalidArgument) << text;
+  make_file(at("x.xyz"), "what is this");
+  for (const LocationOptions& options : {LocationOptions{}, writing})
+    EXPECT_THAT(error_of<InvalidArgument>([&] { parse_location(at("x.xyz").native(), options); }),
+                HasSubstr(".npy, .npz, .h5, .hdf5, .he5"));
+  // What is to be read has to be there before it can be of a format.
+  for (const std::string_view text : {"y.xyz", "y", "y.npy/", "y.xyz:npy", "y.npyz"}) {
+    const std::string path = at(text).string();
+    const std::string error = error_of<IoError>([&] { parse_location(path); });
+    EXPECT_THAT(error, AllOf(HasSubstr(path), HasSubstr("No such file"))) << text;
+  }
+  for (const std::string_view text : {"", "y.npy:"}) EXPECT_THROW(parse_location(text), InvalidArgument) << text;
   EXPECT_THROW(parse_location(std::string_view("x\0.npy", 6)), InvalidArgument);
 }
 
