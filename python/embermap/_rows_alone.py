@@ -43,8 +43,10 @@ def _outcome(
     last: int,
 ) -> Tensor:
     """The first two rows after two steps."""
-    numbers = torch.Generator().manual_seed(1)
-    weights, *gradients = (torch.randn(4, dim, generator=numbers).to(dtype) for _ in range(3))
+    numbers = torch.Generator(device="cpu").manual_seed(1)
+    weights, *gradients = (
+        torch.randn(4, dim, generator=numbers, device="cpu").to(dtype) for _ in range(3)
+    )
     rows = [0, 1, 2 + last]
     on_gpu = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_gpu else []):

@@ -166,6 +166,33 @@ def test_the_default_device_of_torch_does_not_matter(table, rows):
         assert table.gather(torch.tensor([1, 2], device="cpu")).equal(rows[1:3])
 
 
+@pytest.mark.parametrize("count", [2, 5000])  # rows that come as few, and as many
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag", "Swap"])
+def test_modules_are_on_the_host_whatever_the_default_device(table, rows, kind, count):
+    ids = (torch.arange(count) % ROWS).reshape(2, -1)
+    with torch.device("meta"):
+        if kind == "Swap":
+            module = optimizer = em.torch.Swap(
+                table, lambda weights: torch.optim.SGD(weights, 0.5, momentum=0.9)
+            )
+        else:
+            module = getattr(em.torch, kind)(table)
+            optimizer = em.torch.Optimizer([module])
+        module(ids).sum().backward()
+        if kind != "Swap":
+            assert module.weight.grad.is_cpu
+            for key, at in (
+                (slice(1, 3), [1, 2]),
+                (slice(0, 4, 2), [0, 2]),
+                (5, 5),
+                ([1, 2], [1, 2]),
+            ):
+                assert module.weight[key].equal(rows[at])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not np.array_equal(table[:], rows.numpy())
+
+
 # --- Embedding ------------------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ class CountTable:
         self.total_classes = _checks.integer(total_classes, "total_classes", most=3_037_000_499)
         self.datatype = self.dtype = datatype
         if isinstance(datatype, torch.dtype) or datatype == "bfloat16":
-            plain = to_numpy(torch.empty(0, dtype=torch_dtype(datatype))).dtype
+            plain = to_numpy(torch.empty(0, dtype=torch_dtype(datatype), device="cpu")).dtype
         else:
             plain = np.dtype(datatype)
         if plain.kind not in "iuf":
@@ -528,6 +528,7 @@ class _TorchCounts(CountTable):
                 torch.from_numpy(np.stack([rows, columns])),
                 as_tensor(counts),
                 (self.total_classes, self.total_classes),
+                device="cpu",
                 is_coalesced=True,
             )
 

@@ -201,9 +201,9 @@ def mapped_tensor(variable: Variable, folder: Path) -> Iterator[Tensor]:
             for _, block in variable.blocks():
                 file.write(np.ascontiguousarray(block).data)
         if count == 0:
-            yield torch.empty(variable.shape, dtype=variable.dtype)
+            yield torch.empty(variable.shape, dtype=variable.dtype, device="cpu")
             return
-        flat = torch.from_file(name, shared=False, size=count, dtype=variable.dtype)
+        flat = torch.from_file(name, shared=False, size=count, dtype=variable.dtype, device="cpu")
         yield flat.reshape(variable.shape)
     finally:
         Path(name).unlink()

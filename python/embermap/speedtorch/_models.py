@@ -55,7 +55,11 @@ def merge(grad: Tensor, group: Tensor, count: int) -> Tensor:
     checks: Any = torch.sparse.check_sparse_tensor_invariants
     with checks(checks.is_enabled()):  # torch warns where nobody has said whether it should check
         return torch.sparse_coo_tensor(
-            copies[None], sums[group[copies]].to(grad.dtype), grad.shape, is_coalesced=True
+            copies[None],
+            sums[group[copies]].to(grad.dtype),
+            grad.shape,
+            device=grad.device,
+            is_coalesced=True,
         )
 
 
@@ -151,11 +155,15 @@ class ModelSwitcher(Base):
         ) as folder:
             if count:
                 flat = torch.from_file(
-                    str(Path(folder) / "rows"), shared=True, size=count, dtype=self._row_dtype
+                    str(Path(folder) / "rows"),
+                    shared=True,
+                    size=count,
+                    dtype=self._row_dtype,
+                    device="cpu",
                 )
                 whole = flat.reshape(shape)
             else:
-                whole = torch.zeros(shape, dtype=self._row_dtype)
+                whole = torch.zeros(shape, dtype=self._row_dtype, device="cpu")
             with torch.no_grad():
                 initFunction(whole, *args)
             self._make(initializers.Zeros())

@@ -555,7 +555,9 @@ class _Torch(OptimizerSwitcher):
         torch.load(weights_only=True) reads it. Goes through temporary files beside it, not through
         memory.
         """
-        small = {name: torch.tensor(float(value)) for name, value in self._small().items()}
+        small = {
+            name: torch.tensor(float(value), device="cpu") for name, value in self._small().items()
+        }
         _files.save_torch(saveFileName, dict(self._fields()), small)
 
     def loadTorch(self, loadFileName: PathLike) -> None:

@@ -28,7 +28,7 @@ class PMemory:
         if not torch.cuda.is_available():
             raise CudaError("pinned memory needs a CUDA device, and torch finds none")
         self.device_id = torch.cuda.current_device()
-        self._memory = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
+        self._memory = torch.empty(self.size, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.ptr = self._memory.data_ptr() if self.size else 0
 
 

@@ -48,7 +48,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """The NumPy dtype of a torch one; bfloat16 is that of ml_dtypes."""
     if dtype == torch.bfloat16:
         return _dtypes.bfloat16()
-    found: np.dtype[Any] = torch.empty(0, dtype=dtype).numpy().dtype
+    found: np.dtype[Any] = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     return found
 
 
@@ -287,7 +287,7 @@ class Variable:
 
     def _read(self, start: int, stop: int) -> Tensor:
         """The rows [start, stop) on the host, past the hot pages."""
-        out = torch.empty((stop - start, self._table.dim), dtype=self._carrier)
+        out = torch.empty((stop - start, self._table.dim), dtype=self._carrier, device="cpu")
         self._table.read(start, stop, out=out)
         return out.view(self._dtype).reshape(stop - start, *self._row_shape)
 

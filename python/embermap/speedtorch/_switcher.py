@@ -217,7 +217,7 @@ def floating(dtype: Any, what: str) -> torch.dtype:
 
 def fresh_seed() -> int:
     """A seed from torch's generator, so that torch.manual_seed() repeats it."""
-    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64).item())
+    return int(torch.randint(0, 2**63 - 1, (), dtype=torch.int64, device="cpu").item())
 
 
 def first_free(diskname: str, tail: str) -> Path:

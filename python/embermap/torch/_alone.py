@@ -83,7 +83,7 @@ def _as_is_alone(grad: Tensor) -> _Signs:
 
 def _signs_of(use: Callable[[Tensor], Any]) -> _Signs:
     found: list[_Signs] = []
-    given = torch.zeros(2, requires_grad=True)
+    given = torch.zeros(2, device="cpu", requires_grad=True)
     use(_Trial.apply(given, found))  # type: ignore[no-untyped-call]
     (signs,) = found
     return signs
@@ -153,11 +153,11 @@ def _tried_out() -> frozenset[_Signs]:
         return use
 
     def given(rows: Tensor) -> None:
-        kept.append(torch.ones(2))
+        kept.append(torch.ones(2, device="cpu"))
         torch.autograd.backward(rows, kept[-1])
 
     def given_of_view(rows: Tensor) -> None:
-        kept.append(torch.ones(1, 2))
+        kept.append(torch.ones(1, 2, device="cpu"))
         torch.autograd.backward(rows.unsqueeze(0), kept[-1])
 
     def whole(rows: Tensor) -> Tensor:

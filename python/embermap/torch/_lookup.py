@@ -155,7 +155,11 @@ class Pending:
             batch = self._batches[0]
             if batch.shown is None:
                 batch.shown = torch.sparse_coo_tensor(
-                    found[0].unsqueeze(0), found[1], size=size, check_invariants=True
+                    found[0].unsqueeze(0),
+                    found[1],
+                    size=size,
+                    device=found[1].device,
+                    check_invariants=True,
                 )
             return batch.shown
 
@@ -255,7 +259,7 @@ def joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 with torch.inference_mode(False):
     # Saved where there is nothing to save: by saved tensors a graph knows that it has been freed.
-    _NOTHING = torch.empty(0)
+    _NOTHING = torch.empty(0, device="cpu")
 
 # Whether the graph of the backward pass under way is kept for another one. A torch that does not
 # say so keeps it.

@@ -227,7 +227,7 @@ class TableModule(nn.Module):
 
     def _fetch_host(self, ids: NDArray[np.int64]) -> Tensor:
         """Rows of ids in C order, of shape ids.shape + (dim,), as Table.gather gives them."""
-        rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype)
+        rows = torch.empty((*ids.shape, self._dim), dtype=self._dtype, device="cpu")
         out = rows.view(torch.uint8).numpy().reshape(-1)
         self.table._live.gather(ids.reshape(-1), out, "weight")
         return rows

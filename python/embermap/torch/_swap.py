@@ -101,7 +101,7 @@ class Swap(nn.Module):
             )
         self.module = module
         self._factory = optimizer_factory
-        weight = nn.Parameter(torch.zeros(0, module._dim, dtype=module._dtype))
+        weight = nn.Parameter(torch.zeros(0, module._dim, dtype=module._dtype, device="cpu"))
         self._optimizer = _made(optimizer_factory, weight)
         # Not a parameter of this module: other optimizers must not step it.
         self._small = [weight]
@@ -257,7 +257,9 @@ class Swap(nn.Module):
         for state in self._expected(device):
             if state.kind == "row":
                 continue
-            value = self.table._store[self._table_name(state)].gather(torch.tensor([0]))
+            value = self.table._store[self._table_name(state)].gather(
+                torch.tensor([0], device="cpu")
+            )
             if state.kind in ("float", "int"):
                 kept[state.name] = value.reshape(()).item()
             else:
@@ -339,7 +341,9 @@ class Swap(nn.Module):
         weight.data = rows
         if isinstance(self._optimizer, torch.optim.SparseAdam):
             places = torch.arange(count, device=ids.device).unsqueeze(0)
-            grad = torch.sparse_coo_tensor(places, grad, size=grad.shape, is_coalesced=True)
+            grad = torch.sparse_coo_tensor(
+                places, grad, size=grad.shape, device=grad.device, is_coalesced=True
+            )
         weight.grad = grad
         if brought:
             self._optimizer.state[weight].update(brought)
@@ -361,7 +365,7 @@ class Swap(nn.Module):
                     f"{type(self._optimizer).__name__} keeps {name!r}, which it did not keep after "
                     "its first step"
                 )
-        one = torch.zeros(1, dtype=torch.int64)
+        one = torch.zeros(1, dtype=torch.int64, device="cpu")
         left = [(self.table, ids, weight.data)]
         for name, state in expected.items():
             table = self.table._store[self._table_name(state)]
@@ -372,7 +376,7 @@ class Swap(nn.Module):
             elif state.kind == "whole":
                 left.append((table, one, kept[name].detach().cpu().reshape(1, -1)))
             else:
-                value = torch.tensor([[kept[name]]], dtype=state.dtype)
+                value = torch.tensor([[kept[name]]], dtype=state.dtype, device="cpu")
                 left.append((table, one, value))
         self._rest()
         self._begun = True

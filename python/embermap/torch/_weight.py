@@ -101,18 +101,21 @@ class Weight:
         if isinstance(key, slice):
             start, stop, step = key.indices(table.rows)
             if step == 1:
-                rows = torch.empty((max(0, stop - start), table.dim), dtype=self.dtype)
+                rows = torch.empty(
+                    (max(0, stop - start), table.dim), dtype=self.dtype, device="cpu"
+                )
                 table.read(start, max(start, stop), out=rows)
                 return rows
-            key = torch.tensor(range(start, stop, step), dtype=torch.int64)
+            key = torch.tensor(range(start, stop, step), dtype=torch.int64, device="cpu")
         elif isinstance(key, int) and not isinstance(key, bool):
             if not -table.rows <= key < table.rows:
                 raise IndexError(
                     f"row {key} is out of range for table {table.name!r} with {table.rows} rows"
                 )
-            key = torch.tensor(key + table.rows if key < 0 else key)
+            key = torch.tensor(key + table.rows if key < 0 else key, device="cpu")
         elif not isinstance(key, Tensor):
-            key = torch.as_tensor(key)
+            on_device = hasattr(key, "__cuda_array_interface__")
+            key = torch.as_tensor(key, device=None if on_device else "cpu")
         found: Tensor = table[key]
         return found
 
