@@ -193,6 +193,27 @@ def test_modules_are_on_the_host_whatever_the_default_device(table, rows, kind, 
     assert not np.array_equal(table[:], rows.numpy())
 
 
+def test_looking_at_gradients_says_nothing(tmp_path):
+    """torch warns of sparse tensors of which nobody has said whether they are to be checked."""
+    code = f"""
+import warnings
+import embermap as em
+import torch
+
+warnings.simplefilter("error")
+store = em.open({str(tmp_path / "s")!r}, memory="64MiB")
+table = store.create("t", rows=9, dim=3, optimizer=em.optim.SGD(1.0))
+embedding = em.torch.Embedding(table)
+embedding(torch.arange(3)).sum().backward()
+assert embedding.weight.grad.to_dense()[:3].eq(1).all()
+swap = em.torch.Swap(table, lambda weights: torch.optim.SparseAdam(weights))
+swap(torch.arange(3)).sum().backward()
+swap.step()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # --- Embedding ------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from .. import _checks
 from .._errors import RowIdError
+from .._sparse import sparse_tensor
 from . import _files, _home
 from ._home import PathLike, Place
 from ._rows import as_tensor, flat_ids, to_numpy, torch_dtype
@@ -522,15 +523,12 @@ class _TorchCounts(CountTable):
     def toTorch(self) -> torch.Tensor:
         """All pairs that occur as a sparse COO tensor, coalesced, in memory."""
         rows, columns, counts = self.toTriples()
-        checks: Any = torch.sparse.check_sparse_tensor_invariants
-        with checks(checks.is_enabled()):  # torch warns where nobody has said whether to check
-            return torch.sparse_coo_tensor(
-                torch.from_numpy(np.stack([rows, columns])),
-                as_tensor(counts),
-                (self.total_classes, self.total_classes),
-                device="cpu",
-                is_coalesced=True,
-            )
+        return sparse_tensor(
+            torch.from_numpy(np.stack([rows, columns])),
+            as_tensor(counts),
+            (self.total_classes, self.total_classes),
+            is_coalesced=True,
+        )
 
     def saveTorch(self, saveFileName: Any) -> None:
         """torch.save() of toTorch()."""

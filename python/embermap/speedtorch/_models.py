@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import _checks
 from .. import init as initializers
+from .._sparse import sparse_tensor
 from .._store import Store
 from .._table import Prefetch
 from . import _files
@@ -52,15 +53,9 @@ def merge(grad: Tensor, group: Tensor, count: int) -> Tensor:
     touched = torch.zeros(count, dtype=torch.bool, device=grad.device)
     touched[group[places]] = True
     copies = touched[group].nonzero().reshape(-1)
-    checks: Any = torch.sparse.check_sparse_tensor_invariants
-    with checks(checks.is_enabled()):  # torch warns where nobody has said whether it should check
-        return torch.sparse_coo_tensor(
-            copies[None],
-            sums[group[copies]].to(grad.dtype),
-            grad.shape,
-            device=grad.device,
-            is_coalesced=True,
-        )
+    return sparse_tensor(
+        copies[None], sums[group[copies]].to(grad.dtype), grad.shape, is_coalesced=True
+    )
 
 
 def _sums(grads: Tensor, group: Tensor, count: int) -> Tensor:

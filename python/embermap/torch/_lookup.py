@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._sparse import sparse_tensor
 from ._alone import is_alone
 
 
@@ -154,12 +155,8 @@ class Pending:
         with self._lock:
             batch = self._batches[0]
             if batch.shown is None:
-                batch.shown = torch.sparse_coo_tensor(
-                    found[0].unsqueeze(0),
-                    found[1],
-                    size=size,
-                    device=found[1].device,
-                    check_invariants=True,
+                batch.shown = sparse_tensor(
+                    found[0].unsqueeze(0), found[1], size, is_coalesced=False
                 )
             return batch.shown
 

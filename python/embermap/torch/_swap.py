@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import _rows_alone
 from .. import init as initializers
+from .._sparse import sparse_tensor
 from .._table import Table
 from ._modules import Embedding, EmbeddingBag, TableModule
 from ._weight import Weight
@@ -341,9 +342,7 @@ class Swap(nn.Module):
         weight.data = rows
         if isinstance(self._optimizer, torch.optim.SparseAdam):
             places = torch.arange(count, device=ids.device).unsqueeze(0)
-            grad = torch.sparse_coo_tensor(
-                places, grad, size=grad.shape, device=grad.device, is_coalesced=True
-            )
+            grad = sparse_tensor(places, grad, grad.shape, is_coalesced=True)
         weight.grad = grad
         if brought:
             self._optimizer.state[weight].update(brought)
