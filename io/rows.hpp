@@ -69,7 +69,8 @@ struct LocationOptions {
 // else what stands before the last ':' with a known extension before it (before an earlier such ':' if only that file exists),
 // else what stands before the last ':' if that is a file whose format is given or certain; the rest is the selector. Paths may
 // contain ':' and any bytes but zero. Throws InvalidArgument where no format can be told, listing the extensions that are known;
-// for a name that several formats to write share, with their names; and for nothing after the ':'.
+// for a name that several formats to write share, with their names; and for nothing after the ':'. Throws IoError where a file
+// that is to be read would have to tell its format, and is not there.
 Location parse_location(std::string_view text, const LocationOptions& options = {});
 
 // One array in a file, found out without reading its rows (but for GloVe, whose lines are counted).

@@ -22,7 +22,7 @@ std::optional<Location> selected_part(const std::string& text) {
     struct stat status {};
     if (!location.selector.empty() && stat(location.file.c_str(), &status) == 0) return location;
   } catch (const InvalidArgument&) {
-  } catch (const IoError&) {  // told below
+  } catch (const IoError&) {  // no such file: it may be a table
   }
   return std::nullopt;
 }
