@@ -86,6 +86,11 @@ File open_partial(const std::filesystem::path& path, bool& created) {
     return File::open(path, File::Mode::kCreateNew);
   } catch (const AlreadyExists&) {
     created = false;
+    // Somebody else may have put another file's name here, in a directory that others write to: it would be overwritten.
+    struct stat there {};
+    if (::lstat(path.c_str(), &there) == 0 && (S_ISLNK(there.st_mode) || (S_ISREG(there.st_mode) && there.st_nlink > 1)))
+      throw FormatError(path, fmt::format("is {}, not the rows of a copy to go on with; remove it to begin again",
+                                          S_ISLNK(there.st_mode) ? "a symbolic link" : "a file that has other names too"));
     return File::open(path, File::Mode::kReadWrite);
   }
 }
@@ -117,7 +122,7 @@ PartialRows::PartialRows(const std::filesystem::path& target, const Copy& copy, 
     // Between the two another process may have finished the file, which then is the target, or removed it.
     const struct stat ours = file_.status();
     struct stat there {};
-    if (::stat(rows_path_.c_str(), &there) == 0 && there.st_ino == ours.st_ino && there.st_dev == ours.st_dev) break;
+    if (::lstat(rows_path_.c_str(), &there) == 0 && there.st_ino == ours.st_ino && there.st_dev == ours.st_dev) break;
   }
   if (!overwrite_) (void)TemporaryFile::create(target, /*overwrite=*/false);  // nor has it appeared meanwhile
   // A record without rows: whoever wrote it ended when these had the target's name already.

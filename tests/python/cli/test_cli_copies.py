@@ -662,3 +662,18 @@ def test_what_cannot_be_a_file_is_refused(cli, tmp_path, file):
 def test_names_of_all_kinds(cli, tmp_path, file, name):
     cli.ok("convert", "--check", file, f"./{name}", cwd=tmp_path)
     assert cli.ok("head", f"./{name}", "--json", cwd=tmp_path).json["rows"] == ROWS
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_link_in_place_of_the_rows_so_far_is_not_followed(cli, tmp_path, file, link):
+    other = tmp_path / "other"
+    other.write_text("what somebody else has")
+    partial = tmp_path / ".y.npy.resume"
+    link(other, partial)
+    args = ("convert", file, tmp_path / "y.npy", "--resume")
+    cli.fails(*args, says=[partial.name, "symbolic link" if link is os.symlink else "other names"])
+    assert other.read_text() == "what somebody else has"
+    assert not (tmp_path / "y.npy").exists()
+    partial.unlink()
+    cli.ok(*args)
+    assert not (tmp_path / "y.npy").is_symlink()
