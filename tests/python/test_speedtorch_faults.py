@@ -582,7 +582,11 @@ def test_an_allocator_for_cupy_is_there_for_whoever_wants_it(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         empty = torch.empty
-        monkeypatch.setattr(torch, "empty", lambda n, *, dtype, pin_memory: empty(n, dtype=dtype))
+        monkeypatch.setattr(
+            torch,
+            "empty",
+            lambda n, *, dtype, device, pin_memory: empty(n, dtype=dtype, device=device),
+        )
     cupy = types.ModuleType("cupy")
     cupy.cuda = types.SimpleNamespace(
         UnownedMemory=lambda *arguments: arguments, MemoryPointer=lambda *arguments: arguments
